@@ -1,11 +1,11 @@
-"""The numbers of an Experts object, which all ranks pass alike, and the arrays of its calls."""
+"""The configuration of an Experts object, and the arrays of its calls."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -29,8 +29,8 @@ _MOST_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The numbers of an Experts object."""
+class ExpertsConfig:
+    """The numbers of an Experts object, the same on all ranks."""
 
     experts_per_rank: tuple[int, ...]
     hidden: int
@@ -108,7 +108,7 @@ class Shape:
         return [0, *accumulate(self.experts_per_rank)]
 
 
-def checked_shape(
+def checked_config(
     size: int,
     num_experts: int | Sequence[int],
     hidden: int,
@@ -120,10 +120,10 @@ def checked_shape(
     blocks: int | None,
     layout: Any = BY_EXPERT,
     wire_dtype: Any = None,
-) -> Shape:
-    """Return the shape of an Experts object of ``size`` ranks. Raises `InvalidUsageError` for numbers that cannot work.
+) -> ExpertsConfig:
+    """Return the configuration of an Experts object of ``size`` ranks. Local.
 
-    Local.
+    Raises `InvalidUsageError` for numbers that cannot work.
     """
     experts = _experts_per_rank(num_experts, size)
     element = checked_dtype(dtype, "Experts")
@@ -153,16 +153,16 @@ def checked_shape(
         raise InvalidUsageError(f"Experts: layout={layout!r}: pass one of {', '.join(LAYOUTS)}")
     by_token = layout == BY_TOKEN
     rows = 1 if capacity is None else _number(capacity, "capacity", 1)
-    shape = Shape(experts, hidden, max_tokens, top_k, element, rows, alignment, blocks, by_token, wire)
+    config = ExpertsConfig(experts, hidden, max_tokens, top_k, element, rows, alignment, blocks, by_token, wire)
     if capacity is None:
-        capacity = size * max_tokens if by_token else shape.most_places
-        shape = replace(shape, capacity=capacity)
-    if max(shape.most_places, shape.capacity) > _MOST_ROWS:
+        capacity = size * max_tokens if by_token else config.most_places
+        config = replace(config, capacity=capacity)
+    if max(config.most_places, config.capacity) > _MOST_ROWS:
         raise InvalidUsageError(
             f"Experts: max_tokens={max_tokens}, top_k={top_k} and capacity={capacity} on {size} ranks are more than "
             f"{_MOST_ROWS} rows: pass smaller numbers"
         )
-    return shape
+    return config
 
 
 def _experts_per_rank(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
@@ -198,10 +198,6 @@ def _number(value: Any, name: str, least: int) -> int:
     return number
 
 
-ARRAYS = (
-    *("x", "scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens"),
-    *("rows", "topk_ids", "topk_weights", "token_rows", "row_count"),
-)
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
@@ -284,32 +280,32 @@ class Received:
     """In the layout by token the number of rows: int32 ``[1]``."""
 
     @classmethod
-    def empty(cls, shape: Shape, rank: int, like: Any, *, on_device: bool) -> Received:
+    def empty(cls, config: ExpertsConfig, rank: int, like: Any, *, on_device: bool) -> Received:
         """Return new arrays of the library of ``like``. Local."""
 
         def new(dtype: np.dtype[Any], *dimensions: int) -> Any:
             return new_array(like, dimensions, dtype, on_device=on_device)
 
-        experts = shape.experts_per_rank[rank]
+        experts = config.experts_per_rank[rank]
         of_tokens = {}
-        if shape.by_token:
+        if config.by_token:
             of_tokens = {
-                "rows": new(INT32, shape.places),
-                "topk_ids": new(INT32, shape.capacity, shape.top_k),
-                "topk_weights": new(FLOAT32, shape.capacity, shape.top_k),
-                "token_rows": new(INT32, shape.size, shape.max_tokens),
+                "rows": new(INT32, config.places),
+                "topk_ids": new(INT32, config.capacity, config.top_k),
+                "topk_weights": new(FLOAT32, config.capacity, config.top_k),
+                "token_rows": new(INT32, config.size, config.max_tokens),
                 "row_count": new(INT32, 1),
             }
         return cls(
-            x=new(shape.row_dtype, shape.capacity, shape.hidden),
-            scales=new(FLOAT32, shape.capacity, shape.scales) if shape.scales else None,
+            x=new(config.row_dtype, config.capacity, config.hidden),
+            scales=new(FLOAT32, config.capacity, config.scales) if config.scales else None,
             counts=new(INT32, experts),
             offsets=new(INT32, experts + 1),
-            sources=new(INT32, shape.places, 3),
-            weights=new(FLOAT32, shape.places),
-            places=new(INT32, shape.size, shape.max_tokens, shape.top_k),
-            targets=new(INT32, shape.max_tokens, 2),
-            tokens=new(INT32, shape.size),
+            sources=new(INT32, config.places, 3),
+            weights=new(FLOAT32, config.places),
+            places=new(INT32, config.size, config.max_tokens, config.top_k),
+            targets=new(INT32, config.max_tokens, 2),
+            tokens=new(INT32, config.size),
             num_tokens=0,
             on_device=on_device,
             **of_tokens,
@@ -318,5 +314,6 @@ class Received:
     @cached_property
     def pointers(self) -> dict[str, int]:
         """The addresses of the arrays, by their names."""
-        arrays = ((name, getattr(self, name)) for name in ARRAYS)
-        return {name: 0 if array is None else pointer_of(array) for name, array in arrays}
+        names = {each.name for each in fields(self)} - {"num_tokens", "on_device"}
+        arrays = {name: getattr(self, name) for name in names}
+        return {name: 0 if array is None else pointer_of(array) for name, array in arrays.items()}

@@ -21,10 +21,10 @@ from mpicomm.experts.arrays import (
     DTYPES,
     FLOAT32,
     WIRE,
+    ExpertsConfig,
     Received,
-    Shape,
+    checked_config,
     checked_dtype,
-    checked_shape,
     host_view,
     pointer_of,
 )
@@ -59,8 +59,8 @@ class Experts(AbstractContextManager["Experts"]):
       ready for a grouped product. By ``"tokens"`` it has one row there, with the experts and weights of its slots, and
       with indices of rows by expert. The second layout moves less memory, so large dispatches and combines are faster.
       With ``max_tokens`` of 256 or less it also has the least latency on GPUs.
-    - With ``wire_dtype="float8_e4m3fn"`` tokens travel as fp8, with a scale in float32 for each 128
-      elements. `dispatch` quantizes them, or takes fp8 tokens with their scales. The sums of `combine` travel as
+    - With ``wire_dtype="float8_e4m3fn"`` tokens travel as floats of 8 bits, with a scale in float32 for each 128
+      elements. `dispatch` quantises them, or takes tokens of 8 bits with their scales. The sums of `combine` travel as
       ``dtype``. ``hidden`` is a multiple of 512 then.
     - On a GPU a launch has at most ``blocks`` blocks, each of at most 384 threads. `blocks` says how many it has.
 
@@ -99,31 +99,31 @@ class Experts(AbstractContextManager["Experts"]):
             raise InvalidUsageError(f"Experts: comm={comm!r} is no mpicomm.Communicator: create one from it")
         self._session = session = comm._session.set_up("Experts")
 
-        def describe() -> Shape:
+        def describe() -> ExpertsConfig:
             numbers = num_experts, hidden, max_tokens, top_k, dtype, capacity, alignment, blocks
-            return checked_shape(comm.size, *numbers, layout, wire_dtype)
+            return checked_config(comm.size, *numbers, layout, wire_dtype)
 
-        shapes = session.group.allgather("Experts", describe)
-        for each in fields(Shape):
-            require_same(f"Experts: {each.name}", [getattr(shape, each.name) for shape in shapes])
-        self._shape = shapes[0]
+        configs = session.group.allgather("Experts", describe)
+        for each in fields(ExpertsConfig):
+            require_same(f"Experts: {each.name}", [getattr(config, each.name) for config in configs])
+        self._config = configs[0]
         self._rank = comm.rank
         self._gpu: GpuBackend | None = None
         self._arena: SharedMemory | None = None
         self._launches: ExpertsLaunches | None = None
         if not isinstance(session.backend, HostBackend):
             self._gpu = session.backend
-            self._arena, self._launches = open_on_gpus(session, self._shape, self._gpu)
+            self._arena, self._launches = open_on_gpus(session, self._config, self._gpu)
         self._streams = None if self._gpu is None else StreamUse(self._gpu)
-        self._host = HostExperts(session, self._shape)
+        self._host = HostExperts(session, self._config)
         self.closed = False
 
     def __repr__(self) -> str:
-        shape = self._shape
+        config = self._config
         state = " closed" if self.closed else ""
         return (
-            f"<mpicomm.Experts num_experts={list(shape.experts_per_rank)} hidden={shape.hidden} "
-            f"max_tokens={shape.max_tokens} top_k={shape.top_k} dtype={shape.dtype.name}{state}>"
+            f"<mpicomm.Experts num_experts={list(config.experts_per_rank)} hidden={config.hidden} "
+            f"max_tokens={config.max_tokens} top_k={config.top_k} dtype={config.dtype.name}{state}>"
         )
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -132,22 +132,22 @@ class Experts(AbstractContextManager["Experts"]):
     @property
     def local_experts(self) -> range:
         """The numbers of this rank's experts."""
-        return range(*self._shape.firsts[self._rank : self._rank + 2])
+        return range(*self._config.firsts[self._rank : self._rank + 2])
 
     @property
     def capacity(self) -> int:
         """The number of rows that a rank has room for."""
-        return self._shape.capacity
+        return self._config.capacity
 
     @property
     def layout(self) -> str:
         """How tokens lie where they come: by "experts" or by "tokens"."""
-        return BY_TOKEN if self._shape.by_token else BY_EXPERT
+        return BY_TOKEN if self._config.by_token else BY_EXPERT
 
     @property
     def wire_dtype(self) -> str | None:
         """The dtype in which tokens travel, with scales; None for the dtype of this object."""
-        return None if self._shape.wire is None else name_of(self._shape.wire)
+        return None if self._config.wire is None else name_of(self._config.wire)
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -174,9 +174,9 @@ class Experts(AbstractContextManager["Experts"]):
         0. Ids are int64 or int32, and -1 stands for no expert. An id that occurs twice in a token gives two places.
         Weights are float32, and 1 by default.
 
-        With ``wire_dtype`` an ``x`` of fp8, or of bytes, comes with ``scales``: float32 of shape
+        With ``wire_dtype`` an ``x`` of floats of 8 bits, or of bytes, comes with ``scales``: float32 of shape
         ``[tokens, hidden // 128]``. Otherwise each group of 128 elements gets the scale that makes its largest
-        magnitude 448, the largest fp8 value, or that makes 1e-4 so if the group is smaller.
+        magnitude 448, the largest float of 8 bits, or that makes 1e-4 so if the group is smaller.
 
         Tokens arrive unchanged, but between GPUs a NaN may change its sign in the layout by token, if ``max_tokens`` is
         256 or less.
@@ -188,24 +188,24 @@ class Experts(AbstractContextManager["Experts"]):
         errors on all ranks: on a GPU the next call or ``comm.check()`` raises `InvalidUsageError`, and the communicator
         is unusable. A rank that does not come is a `CollectiveTimeoutError`, which names it.
         """
-        what, shape = "Experts.dispatch", self._shape
+        what, config = "Experts.dispatch", self._config
         self._require_usable(what)
         on_device = self._is_on_gpu(x, "x")
 
         def read_arguments() -> DispatchArrays:
-            kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
-            if scales is not None and not shape.scales:
+            kinds = (name_of(config.dtype),) if scales is None else (WIRE, "uint8")
+            if scales is not None and not config.scales:
                 raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
-            tokens = self._read(x, "x", kinds, (None, shape.hidden), on_device)
+            tokens = self._read(x, "x", kinds, (None, config.hidden), on_device)
             count = x.shape[0]
-            if count > shape.max_tokens:
-                raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
-            ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k), on_device)
-            weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
-            numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
+            if count > config.max_tokens:
+                raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={config.max_tokens}: pass fewer")
+            ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, config.top_k), on_device)
+            weights = self._read(topk_weights, "topk_weights", ("float32",), (count, config.top_k), on_device)
+            numbers = self._read(scales, "scales", ("float32",), (count, config.scales), on_device)
             if out is not None:
                 self._require_ours(out, "out", on_device=on_device)
-            received = Received.empty(shape, self._rank, x, on_device=on_device) if out is None else out
+            received = Received.empty(config, self._rank, x, on_device=on_device) if out is None else out
             received.num_tokens = count
             return DispatchArrays(received, tokens, ids, weights, numbers)
 
@@ -216,7 +216,7 @@ class Experts(AbstractContextManager["Experts"]):
         received, tokens, ids, weights, numbers = read_arguments()
         x_and_scales = tokens.pointer, 0 if numbers is None else numbers.pointer
         steps: list[Launch] = []
-        if shape.scales and numbers is None:
+        if config.scales and numbers is None:
             quantize, x_and_scales = self._launches.quantize(tokens.pointer, received.num_tokens)
             steps.append(quantize)
         routes = ids.pointer, 0 if weights is None else weights.pointer
@@ -255,24 +255,24 @@ class Experts(AbstractContextManager["Experts"]):
 
         Raises as `dispatch`.
         """
-        what, shape = "Experts.combine", self._shape
+        what, config = "Experts.combine", self._config
         self._require_usable(what)
         on_device = self._is_on_gpu(z, "z")
 
         def read_arguments() -> CombineArrays:
             self._require_ours(received, "received", on_device=on_device)
-            rows = self._read(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden), on_device)
-            of_result = received.num_tokens, shape.hidden
+            rows = self._read(z, "z", (name_of(config.dtype),), (config.capacity, config.hidden), on_device)
+            of_result = received.num_tokens, config.hidden
             if out is not None and dtype is not None:
                 raise InvalidUsageError("out has a dtype: leave dtype out")
-            kind = shape.dtype if dtype is None else checked_dtype(dtype, what)
+            kind = config.dtype if dtype is None else checked_dtype(dtype, what)
             result = new_array(z, of_result, kind, on_device=on_device) if out is None else out
             output = self._read(result, "out", DTYPES, of_result, on_device)
             if values is None:
                 return CombineArrays(received, rows, result, output)
-            of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
+            of_rows = (config.capacity, config.top_k) if config.by_token else (config.capacity,)
             numbers = self._read(values, "values", ("float32",), of_rows, on_device)
-            slot_values = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
+            slot_values = new_array(z, (received.num_tokens, config.top_k), FLOAT32, on_device=on_device)
             return CombineArrays(received, rows, result, output, numbers, slot_values)
 
         if not on_device:
@@ -344,9 +344,9 @@ class Experts(AbstractContextManager["Experts"]):
         return memory if on_device else host_view(array)
 
     def _require_ours(self, received: Received, name: str, *, on_device: bool) -> None:
-        shape = self._shape
+        config = self._config
         if not isinstance(received, Received):
             raise InvalidUsageError(f"{name}={received!r} is no result of dispatch")
-        same = tuple(received.x.shape) == (shape.capacity, shape.hidden) and received.on_device == on_device
-        if not same or (received.rows is not None) != shape.by_token:
+        same = tuple(received.x.shape) == (config.capacity, config.hidden) and received.on_device == on_device
+        if not same or (received.rows is not None) != config.by_token:
             raise InvalidUsageError(f"{name} is the result of another Experts object, or lies in another place")

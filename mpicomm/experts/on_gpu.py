@@ -6,7 +6,7 @@ import zlib
 
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import DTYPES, Shape
+from mpicomm.experts.arrays import DTYPES, ExpertsConfig
 from mpicomm.kernels import experts as kernels
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import Launch
@@ -16,11 +16,11 @@ from mpicomm.sharing.segments import SharedMemory
 _WORD_NBYTES = 8
 
 
-BlocksOfModes = dict[str, tuple[int, int]]
+BlocksByMode = dict[str, tuple[int, int]]
 """The blocks that send and that receive, of "dispatch", "combine", and of both with " of few" tokens."""
 
 
-def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
+def blocks_by_mode(config: ExpertsConfig, most: int) -> BlocksByMode:
     """Return the blocks of launches of at most ``most`` blocks, which is 2 or more.
 
     More of the blocks receive in the layout by expert, because receivers store a token several times. More receive
@@ -35,7 +35,7 @@ def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
         return senders, receivers
 
     return {
-        "dispatch of few": cut(76, 156) if shape.in_packets else cut(76, 56) if shape.by_token else cut(44, 88),
+        "dispatch of few": cut(76, 156) if config.in_packets else cut(76, 56) if config.by_token else cut(44, 88),
         "dispatch": cut(78, 178),
         "combine of few": cut(128, 128),
         "combine": cut(88, 168),
@@ -43,13 +43,13 @@ def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
 
 
 class ExpertsMemory:
-    """The layout of an arena for a `Shape`: see experts.cuh."""
+    """The layout of an arena: see experts.cuh."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        recv_slots = (shape.size - 1) * shape.recv_slots
-        packets = shape.size * (shape.recv_slots * shape.top_k + kernels.HEADERS)
-        row_parts, sum_parts = (_parts_of(nbytes)[0] for nbytes in (shape.row_nbytes, shape.sum_nbytes))
+    def __init__(self, config: ExpertsConfig) -> None:
+        self.config = config
+        recv_slots = (config.size - 1) * config.recv_slots
+        packets = config.size * (config.recv_slots * config.top_k + kernels.HEADERS)
+        row_parts, sum_parts = (_parts_of(nbytes)[0] for nbytes in (config.row_nbytes, config.sum_nbytes))
         end = HEAD_NBYTES
         self.places: dict[str, int] = {}
         """The offset of each part, by its name in `ExpertsArguments`."""
@@ -58,35 +58,35 @@ class ExpertsMemory:
             ("row_flags", recv_slots * row_parts * _WORD_NBYTES),
             ("sum_flags", recv_slots * sum_parts * _WORD_NBYTES),
             ("counted", (MAX_BLOCKS + 3) * _WORD_NBYTES),
-            ("histograms", MAX_BLOCKS * (shape.num_experts + shape.size) * 4),
-            ("values", shape.recv_slots * shape.top_k * 4),
-            ("rows", recv_slots * shape.row_nbytes),
-            ("sums", recv_slots * shape.sum_nbytes),
+            ("histograms", MAX_BLOCKS * (config.num_experts + config.size) * 4),
+            ("values", config.recv_slots * config.top_k * 4),
+            ("rows", recv_slots * config.row_nbytes),
+            ("sums", recv_slots * config.sum_nbytes),
         ):
             self.places[name] = end
             end = _round_up(end + nbytes, LINE_NBYTES)
         self.quantized = end
         """Private memory for the tokens of this rank as they travel, if they are quantised."""
-        self.nbytes = end + (shape.max_tokens * shape.row_nbytes if shape.wire else 0)
-        self.absent = (self.places["rows"], end) if shape.in_packets else (0, 0)
+        self.nbytes = end + (config.max_tokens * config.row_nbytes if config.wire else 0)
+        self.absent = (self.places["rows"], end) if config.in_packets else (0, 0)
         """The begin and the end of the slots of packets, which hold `ABSENT` at first. All other memory is zero."""
 
     def arguments(self, team: Team, row_nbytes: int) -> kernels.ExpertsArguments:
         """Return the part of the argument that dispatch and combine share, without the number of senders."""
         parts, part_nbytes = _parts_of(row_nbytes)
-        shape = self.shape
+        config = self.config
         arguments = kernels.ExpertsArguments(
             team=team,
             **self.places,
             row_nbytes=row_nbytes,
             part_nbytes=part_nbytes,
             parts=parts,
-            max_tokens=shape.max_tokens,
-            few_tokens=shape.few_tokens,
-            recv_slots=shape.recv_slots,
-            top_k=shape.top_k,
+            max_tokens=config.max_tokens,
+            few_tokens=config.few_tokens,
+            recv_slots=config.recv_slots,
+            top_k=config.top_k,
         )
-        arguments.firsts[: shape.size + 1] = shape.firsts
+        arguments.firsts[: config.size + 1] = config.firsts
         return arguments
 
 
@@ -103,26 +103,26 @@ def _round_up(nbytes: int, multiple: int) -> int:
 class ExpertsLaunches:
     """Makes the launches of one rank. It reaches the arenas through ``team``."""
 
-    def __init__(self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1) -> None:
-        self._shape = shape
+    def __init__(self, config: ExpertsConfig, team: Team, blocks: BlocksByMode, multiprocessors: int = 1) -> None:
+        self._config = config
         self._multiprocessors = multiprocessors
-        self._quantizes = kernels.quantize_experts_kernel(shape.dtype.name)
+        self._quantizes = kernels.quantize_experts_kernel(config.dtype.name)
         self.blocks = blocks
-        self._memory = memory = ExpertsMemory(shape)
+        self._memory = memory = ExpertsMemory(config)
         self._quantized = team.arenas[team.rank] + memory.quantized
         self._dispatch = kernels.DispatchArguments(
-            experts=memory.arguments(team, shape.row_nbytes),
-            capacity=shape.capacity,
-            all_places=shape.places,
-            alignment=shape.alignment,
+            experts=memory.arguments(team, config.row_nbytes),
+            capacity=config.capacity,
+            all_places=config.places,
+            alignment=config.alignment,
         )
         for each in (self._dispatch.x, self._dispatch.rows):
-            each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
-        self._combine = kernels.CombineExpertsArguments(experts=memory.arguments(team, shape.sum_nbytes))
-        self._kernel = kernels.DISPATCH_FEW_KERNEL if shape.in_packets else kernels.DISPATCH_KERNEL
-        ways = {"by_token": shape.by_token, "in_packets": shape.in_packets}
-        self._combines = {result: kernels.combine_experts_kernel(shape.dtype.name, result, **ways) for result in DTYPES}
-        self.kernels = [self._kernel, *self._combines.values(), *([self._quantizes] if shape.scales else [])]
+            each.first_nbytes, each.second_nbytes = config.hidden * config.row_dtype.itemsize, 4 * config.scales
+        self._combine = kernels.CombineExpertsArguments(experts=memory.arguments(team, config.sum_nbytes))
+        self._kernel = kernels.DISPATCH_FEW_KERNEL if config.in_packets else kernels.DISPATCH_KERNEL
+        dtype, layout = config.dtype.name, {"by_token": config.by_token, "in_packets": config.in_packets}
+        self._combines = {result: kernels.combine_experts_kernel(dtype, result, **layout) for result in DTYPES}
+        self.kernels = [self._kernel, *self._combines.values(), *([self._quantizes] if config.scales else [])]
         """The kernels of the launches."""
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
@@ -151,9 +151,9 @@ class ExpertsLaunches:
 
     def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
         """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
-        shape = self._shape
-        places = self._quantized, self._quantized + shape.max_tokens * shape.hidden
-        groups = tokens * shape.scales
+        config = self._config
+        places = self._quantized, self._quantized + config.max_tokens * config.hidden
+        groups = tokens * config.scales
         blocks = kernels.quantize_blocks(groups, self._multiprocessors)
         arguments = kernels.QuantizeArguments(x, *places, groups)
         return Launch(self._quantizes, arguments, blocks, kernels.QUANTIZE_THREADS), places
@@ -181,10 +181,10 @@ class ExpertsLaunches:
         return Launch(self._combines[dtype], arguments, sum(blocks), kernels.SUM_THREADS)
 
     def _blocks_for(self, what: str, tokens: int) -> tuple[int, int]:
-        return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
+        return self.blocks[f"{what} of few" if tokens <= self._config.most_few else what]
 
 
-def open_on_gpus(session: Session, shape: Shape, backend: GpuBackend) -> tuple[SharedMemory, ExpertsLaunches]:
+def open_on_gpus(session: Session, config: ExpertsConfig, backend: GpuBackend) -> tuple[SharedMemory, ExpertsLaunches]:
     """Return the arenas, which all ranks open for each other, and the launches of this rank.
 
     Collective; a failure raises the same error on all ranks. Raises `InvalidUsageError` unless all ranks map each
@@ -201,14 +201,14 @@ def open_on_gpus(session: Session, shape: Shape, backend: GpuBackend) -> tuple[S
     # Not above, because it loads CUDA's bindings.
     from mpicomm.collectives.gpu.call_memory import device_facts, multiprocessors_of, share_filled, team_of
 
-    memory = ExpertsMemory(shape)
+    memory = ExpertsMemory(config)
     segments = share_filled(domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)
     arena = session.keep(SharedMemory("experts", session.kind, segments))
     devices = domain.allgather("Experts: devices", lambda: device_facts(backend))
     multiprocessors, _ = multiprocessors_of(devices, placement.most_on_a_device)
-    most = min(MAX_BLOCKS, kernels.BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
+    most = min(MAX_BLOCKS, kernels.BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, config.blocks or MAX_BLOCKS)
     team = team_of(backend, domain, arena.pointers)
-    launches = ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
+    launches = ExpertsLaunches(config, team, blocks_by_mode(config, most), multiprocessors)
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
     for kernel in launches.kernels:
         backend.load(kernel)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import WIRE, Received, Shape, host_view
+from mpicomm.experts.arrays import WIRE, ExpertsConfig, Received, host_view
 from mpicomm.kernels.experts import GROUP
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.session import Session
@@ -47,44 +47,44 @@ class HostExperts:
     has bad arguments: an error of one rank is an error of all ranks, and they can go on.
     """
 
-    def __init__(self, session: Session, shape: Shape) -> None:
+    def __init__(self, session: Session, config: ExpertsConfig) -> None:
         self._session = session
-        self._shape = shape
+        self._config = config
         self._rank = session.group.rank
 
     def dispatch(self, read_arguments: Callable[[], DispatchArrays]) -> Received:
         """Return the rows of this rank's experts. ``read_arguments`` raises for bad arguments."""
-        shape, made = self._shape, list[DispatchArrays]()
+        config, made = self._config, list[DispatchArrays]()
 
         def outgoing() -> tuple[Array, ...]:
             made.append(given := read_arguments())
             ids = given.ids.astype(np.int64)
-            wrong = np.argwhere((ids < -1) | (ids >= shape.num_experts))
+            wrong = np.argwhere((ids < -1) | (ids >= config.num_experts))
             if len(wrong):
                 token, slot = wrong[0]
                 raise InvalidUsageError(
                     f"Experts.dispatch: topk_ids of rank {self._rank} has the id {ids[token, slot]} at token {token}: "
-                    f"pass 0 to {shape.num_experts - 1}, or -1 for none"
+                    f"pass 0 to {config.num_experts - 1}, or -1 for none"
                 )
             weights = np.ones(ids.shape, np.float32) if given.weights is None else given.weights
             if given.scales is not None:
                 return ids, weights, given.x.view(covered_dtype(WIRE)), given.scales
-            return ids, weights, *(_quantize(given.x) if shape.scales else (given.x,))
+            return ids, weights, *(_quantize(given.x) if config.scales else (given.x,))
 
         per_rank = self._session.group.allgather("Experts.dispatch", outgoing)
         ids, weights, *rows = (_stack(arrays) for arrays in zip(*per_rank, strict=True))
         num_tokens = [len(arrays[0]) for arrays in per_rank]
         for rank, count in enumerate(num_tokens):
             ids[count:, rank] = -1
-        owners = np.searchsorted(shape.firsts, ids, side="right") - 1  # the rank of each slot's expert, or -1
-        counts = np.bincount(ids[ids >= 0], minlength=shape.num_experts)
+        owners = np.searchsorted(config.firsts, ids, side="right") - 1  # the rank of each slot's expert, or -1
+        counts = np.bincount(ids[ids >= 0], minlength=config.num_experts)
         # Every rank computes the rows of all ranks, so all ranks raise the same error.
-        for rank in range(shape.size):
+        for rank in range(config.size):
             came = (owners == rank).any(axis=2)
-            num_rows = np.count_nonzero(came) if shape.by_token else self._offsets(counts, rank)[-1]
-            if num_rows > shape.capacity:
+            num_rows = np.count_nonzero(came) if config.by_token else self._offsets(counts, rank)[-1]
+            if num_rows > config.capacity:
                 raise InvalidUsageError(
-                    f"Experts.dispatch: rank {rank} gets {num_rows} rows, more than capacity={shape.capacity} of the "
+                    f"Experts.dispatch: rank {rank} gets {num_rows} rows, more than capacity={config.capacity} of the "
                     "Experts: create it with a larger capacity",
                     ranks=[rank],
                 )
@@ -99,22 +99,22 @@ class HostExperts:
 
     def combine(self, read_arguments: Callable[[], CombineArrays], *, weighted: bool) -> CombineArrays:
         """Fill the arrays of a combine. ``read_arguments`` raises for bad arguments."""
-        shape = self._shape
+        config = self._config
         given = self._session.group.agree("Experts.combine", read_arguments)
         received = given.received
-        weights = host_view(received.weights) if weighted and not shape.by_token else None
+        weights = host_view(received.weights) if weighted and not config.by_token else None
         outgoing = []
         for rank, count in enumerate(host_view(received.tokens)):
             places = rows = host_view(received.places)[rank, :count]
-            if shape.by_token:
+            if config.by_token:
                 rows = host_view(received.token_rows)[rank, :count, None]
             values = None
             if given.values is not None:
-                values = given.values[rows[:, 0] if shape.by_token else rows]
+                values = given.values[rows[:, 0] if config.by_token else rows]
                 values = np.where(places >= 0, values, np.float32(0))
             outgoing.append((self._sum(given.rows, rows, weights), values))
-        total = np.zeros((received.num_tokens, shape.hidden), np.float32)
-        slot_values = np.zeros((received.num_tokens, shape.top_k), np.float32)
+        total = np.zeros((received.num_tokens, config.hidden), np.float32)
+        slot_values = np.zeros((received.num_tokens, config.top_k), np.float32)
         for sums, values in self._session.private.alltoall(outgoing):
             total += sums.astype(np.float32)
             slot_values += 0 if values is None else values
@@ -125,18 +125,18 @@ class HostExperts:
 
     def _sum(self, rows: Array, indices: Array, weights: Array | None) -> Array:
         """Return for each token the sum of its ``rows``, whose ``indices`` are in the order of slots, or -1."""
-        sums = np.zeros((len(indices), self._shape.hidden), np.float32)
+        sums = np.zeros((len(indices), self._config.hidden), np.float32)
         for slot in range(indices.shape[1]):
             here = np.flatnonzero(indices[:, slot] >= 0)
             taken = indices[here, slot]
             terms = rows[taken].astype(np.float32)
             sums[here] += terms if weights is None else weights[taken, None] * terms
-        return sums.astype(self._shape.dtype)
+        return sums.astype(self._config.dtype)
 
     def _offsets(self, counts: Array, rank: int) -> Array:
         """Return the first place of each expert of a rank, then the end. ``counts`` are the pairs of all experts."""
-        first, end = self._shape.firsts[rank : rank + 2]
-        aligned = -(-counts[first:end] // self._shape.alignment) * self._shape.alignment
+        first, end = self._config.firsts[rank : rank + 2]
+        aligned = -(-counts[first:end] // self._config.alignment) * self._config.alignment
         return np.concatenate([[0], np.cumsum(aligned)])
 
     def _lay_out(
@@ -146,8 +146,8 @@ class HostExperts:
 
         ``ids``, ``weights`` and ``owners`` have the shape ``[tokens, ranks, slots]``.
         """
-        shape = self._shape
-        first, last = shape.firsts[self._rank : self._rank + 2]
+        config = self._config
+        first, last = config.firsts[self._rank : self._rank + 2]
         offsets = self._offsets(counts, self._rank)
         host_view(received.counts)[:], host_view(received.offsets)[:] = counts[first:last], offsets
         sources, place_weights, places = map(host_view, (received.sources, received.weights, received.places))
@@ -160,11 +160,11 @@ class HostExperts:
             places[ranks, tokens, slots] = of_expert
         own = owners[: received.num_tokens, self._rank]
         targets = host_view(received.targets)[: len(own)]
-        targets[:, 0] = (own[:, :, None] == np.arange(shape.size)).any(axis=1) @ (1 << np.arange(shape.size))
-        targets[:, 1] = (own >= 0) @ (1 << np.arange(shape.top_k))
+        targets[:, 0] = (own[:, :, None] == np.arange(config.size)).any(axis=1) @ (1 << np.arange(config.size))
+        targets[:, 1] = (own >= 0) @ (1 << np.arange(config.top_k))
         used = np.flatnonzero(sources[:, 0] >= 0)
         ranks, tokens, _ = sources[used].T
-        if not shape.by_token:
+        if not config.by_token:
             return used, tokens, ranks, int(offsets[-1])
         here = owners == self._rank
         came = here.any(axis=2)

@@ -84,7 +84,7 @@ DISPATCH_FEW_KERNEL = Variant(SHARED / "experts_dispatch_few.cu", "mpicomm_exper
 def combine_experts_kernel(dtype: str, result: str, *, by_token: bool, in_packets: bool) -> Variant:
     """Return the kernel that adds rows of ``dtype`` and rounds the sums to ``result``, for a layout.
 
-    ``in_packets`` is for sums that travel as packets, in the layout by token: see `Shape.in_packets`.
+    ``in_packets`` is for sums that travel as packets, in the layout by token: see `ExpertsConfig.in_packets`.
     """
     ways = {"BY_TOKEN": by_token, "IN_PACKETS": in_packets}
     named = (f"-DMPICOMM_{name}={str(value).lower()}" for name, value in ways.items())

@@ -1,6 +1,6 @@
-"""Products: the matrix products of one communicator that a collective precedes or follows.
+"""The matrix products of one communicator that a collective precedes or follows.
 
-The modules with the work load at the first product, because `import mpicomm` loads this module.
+The other modules of this folder load at the first product, because `import mpicomm` loads this module.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from mpicomm.mpi.arguments import refuse_stream, require_here
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
-    from mpicomm.products.choose import ProductKind, ProductWay
+    from mpicomm.products.choose import OverlapChoice, ProductKind
     from mpicomm.products.operands import Operands
-    from mpicomm.products.overlapped import Overlapped
+    from mpicomm.products.overlapped import OverlappedProducts
 
-_MOST_CALLS = 4096
+_MAX_CALLS = 4096
 
 
 class Products:
-    """The products of the communicator of ``session``, whose collectives ``collectives`` carries out.
+    """The products of the communicator of ``session``, whose collectives ``collectives`` runs.
 
     On the host, on one rank and between several peer domains the product and the collective run one after the other.
     """
@@ -40,12 +40,12 @@ class Products:
         self._collectives = collectives
         self._session = session
         self._size = len(session.placement.places)
-        self._overlapped: Overlapped | None = None
-        self._ways: dict[str, ProductWay | None] = {}
-        """The ways of the calls that all ranks have compared, by their text; None for one after the other."""
+        self._overlapped: OverlappedProducts | None = None
+        self._choices: dict[str, OverlapChoice | None] = {}
+        """The choices for the calls that all ranks have compared, by their text; None for one after the other."""
 
     def run(self, kind: ProductKind, stream: Any, a: Any, *given: Any) -> Any:
-        """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host.
+        """Run a call, and return its result. Collective; stream-ordered on GPUs, blocking on the host.
 
         ``given`` are the other arguments of `Operands`.
         """
@@ -87,7 +87,7 @@ class Products:
         self._session.set_up(kind).group.compare(kind, multiply_if_possible)
         operands, sums = made[0]
         self._gather_scales(operands, None)
-        self._one_after_the_other(operands, None, "on the host", sums)
+        self._run_serially(operands, None, "on the host", sums)
         return operands.out
 
     def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
@@ -107,46 +107,45 @@ class Products:
                 operands.out = operands.new_matrix(operands.shape, operands.result_like)
             if kind == "allgather_matmul":
                 operands.a = library.contiguous(operands.a)
-            way = self._way_of(operands)
+            choice = self._choice_of(operands)
             self._gather_scales(operands, resolved)
-            why = "nothing to overlap with" if way is None else way.why
-            if way is not None and way.cut is not None and self._overlapped is not None:
+            why = "nothing to overlap with" if choice is None else choice.why
+            if choice is not None and choice.cut is not None and self._overlapped is not None:
                 from mpicomm.collectives.gpu.call_memory import NoMemoryError
 
                 try:
-                    self._overlapped.enqueue(operands, way, resolved)
+                    self._overlapped.enqueue(operands, choice, resolved)
                     return operands.out
                 except NoMemoryError as error:  # on all ranks
                     logger.warning("%s runs slower, one after the other, because memory is short: %s", kind, error)
-                    self._ways[operands.text], why = None, f"memory is short: {error}"
-            self._one_after_the_other(operands, resolved, why)
+                    self._choices[operands.text], why = None, f"memory is short: {error}"
+            self._run_serially(operands, resolved, why)
         return operands.out
 
-    def _way_of(self, operands: Operands) -> ProductWay | None:
-        """Return the way of a call. Collective the first time, when all ranks compare their calls; else local."""
+    def _choice_of(self, operands: Operands) -> OverlapChoice | None:
+        """Choose how to run a call. Collective the first time, when all ranks compare their calls; else local."""
         if self._size == 1:
             return None
         text = operands.text
-        if text not in self._ways:
+        if text not in self._choices:
             from mpicomm.products.choose import choose
 
             gpu = self._collectives.engines.on_gpu(operands.kind)
             gpu.engine.require_same(text)
             if self._overlapped is None and len(self._session.placement.domains) == 1:
-                from mpicomm.products.overlapped import Overlapped
+                from mpicomm.products.overlapped import OverlappedProducts
 
-                self._overlapped = Overlapped(gpu)
-            way = None
+                self._overlapped = OverlappedProducts(gpu)
+            choice = None
             if self._overlapped is not None and 0 not in (*operands.a.shape, *operands.b.shape):
-                facts = self._overlapped.facts(operands)
-                way = choose(facts)
-                if way.cut is not None and not self._overlapped.fits(facts, way.cut):
-                    why = "the data on its way would take more memory of the GPU than the communicator may take"
-                    way = replace(way, cut=None, why=why)
-            if len(self._ways) >= _MOST_CALLS:
-                self._ways.clear()  # on all ranks alike, because they make the same calls
-            self._ways[text] = way
-        return self._ways[text]
+                choice = choose(self._overlapped.problem(operands))
+                if choice.cut is not None and not self._overlapped.fits(choice.problem, choice.cut):
+                    why = "the data in flight would take more GPU memory than the communicator may take"
+                    choice = replace(choice, cut=None, why=why)
+            if len(self._choices) >= _MAX_CALLS:
+                self._choices.clear()  # on all ranks alike, because they make the same calls
+            self._choices[text] = choice
+        return self._choices[text]
 
     def _gather_scales(self, operands: Operands, stream: int | None) -> None:
         """Gather the factors of the rows of all shards, before a product multiplies any row of a peer."""
@@ -159,8 +158,8 @@ class Products:
         self._collectives.run(rows.ALLGATHER, stream, "auto", given)
         operands.scales = whole, scales[1]
 
-    def _one_after_the_other(self, operands: Operands, stream: int | None, why: str, sums: Any = None) -> None:
-        """Carry a call out. ``sums`` is the product of this rank, if it is done."""
+    def _run_serially(self, operands: Operands, stream: int | None, why: str, sums: Any = None) -> None:
+        """Run the product and the collective in turn. ``sums`` is the product of this rank, if it is done."""
         if self._session.tracer is not None:
             self._session.tracer.set_algorithm("one after the other", why)
         run, library, gathered = self._collectives.run, operands.library, operands.gathered

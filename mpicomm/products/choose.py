@@ -42,9 +42,11 @@ _KINDS: tuple[ProductKind, ...] = ("allgather_matmul", "matmul_reduce_scatter", 
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts of a call in which all ranks agree. ``rows``, ``inner`` and ``columns`` are the sizes of a product on
-    one rank: all rows, also of the shards of other ranks."""
+class ProductProblem:
+    """The facts of a call that all ranks share.
+
+    ``rows``, ``inner`` and ``columns`` are the sizes of a rank's product, with the shards of all ranks.
+    """
 
     kind: ProductKind
     dtype: str
@@ -72,10 +74,10 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class ProductWay:
-    """The way of a call, and the predicted times."""
+class OverlapChoice:
+    """Whether and how a product overlaps with its collective, and the predicted times."""
 
-    facts: Facts
+    problem: ProductProblem
     cut: RowCut | None
     """None if the collective and the product run one after the other."""
     overlapped_us: float
@@ -84,15 +86,16 @@ class ProductWay:
     """The reason for the choice."""
 
 
-def choose(facts: Facts) -> ProductWay:
-    """Return the way of a call between several ranks."""
-    hops = 2 if facts.kind == "matmul_allreduce" else 1
-    nbytes = hops * (facts.size - 1) * facts.shard_rows * facts.row_nbytes
-    serial_us = _product_us(facts, facts.rows) + _COLLECTIVE_US + nbytes / (_LINK_NBYTES_PER_US * facts.link_speed)
+def choose(problem: ProductProblem) -> OverlapChoice:
+    """Choose for a call between several ranks. All ranks make the same choice."""
+    hops = 2 if problem.kind == "matmul_allreduce" else 1
+    nbytes = hops * (problem.size - 1) * problem.shard_rows * problem.row_nbytes
+    collective_us = _COLLECTIVE_US + nbytes / (_LINK_NBYTES_PER_US * problem.link_speed)
+    serial_us = _product_us(problem, problem.rows) + collective_us
     cuts = {"allgather_matmul": _gather_cuts, "matmul_reduce_scatter": _scatter_cuts, "matmul_allreduce": _reduce_cuts}
-    overlapped_us, cut = min(cuts[facts.kind](facts), key=lambda each: each[0])
+    overlapped_us, cut = min(cuts[problem.kind](problem), key=lambda each: each[0])
     why = f"the model says {overlapped_us:.0f} us with overlap, {serial_us:.0f} us one after the other"
-    return ProductWay(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us, why)
+    return OverlapChoice(problem, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us, why)
 
 
 def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, ...]:
@@ -101,36 +104,35 @@ def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, .
     found = []
     for kind in _KINDS:
         k, n = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
-        shapes = (
-            Facts(kind, "bfloat16", 2, 2, 64 << step, k, n, size, multiprocessors, link_speed) for step in range(12)
-        )
-        first = next((facts.rows for facts in shapes if choose(facts).cut is not None), None)
-        way = "one after the other" if first is None else f"overlap from {first} rows on"
-        found.append(f"{kind}, bfloat16 [rows, {k}] x [{k}, {n}]: {way}")
+        domain = size, multiprocessors, link_speed
+        problems = (ProductProblem(kind, "bfloat16", 2, 2, 64 << step, k, n, *domain) for step in range(12))
+        first = next((problem.rows for problem in problems if choose(problem).cut is not None), None)
+        how = "one after the other" if first is None else f"overlap from {first} rows on"
+        found.append(f"{kind}, bfloat16 [rows, {k}] x [{k}, {n}]: {how}")
     return tuple(found)
 
 
-def _gather_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
-    size, product_us = facts.size, cache(partial(_product_us, facts))
+def _gather_cuts(problem: ProductProblem) -> list[tuple[float, RowCut]]:
+    size, product_us = problem.size, cache(partial(_product_us, problem))
 
     def end_us(products: Iterable[tuple[int, int]]) -> float:
         at = 0.0
         for turn, rows in products:
-            landed = (_TURN_US if turn else 0) + turn * _copy_us(facts, facts.shard_rows)
+            landed = (_TURN_US if turn else 0) + turn * _copy_us(problem, problem.shard_rows)
             at = max(at, landed) + _TURN_US + product_us(rows)
         return at
 
-    found = [(end_us((turn, facts.shard_rows) for turn in range(size)), RowCut())]
-    for nested in sorted(_nested(facts), reverse=True):  # of equal cuts the first products are the longest
+    found = [(end_us((turn, problem.shard_rows) for turn in range(size)), RowCut())]
+    for nested in sorted(_nested(problem), reverse=True):  # of equal cuts the first products are the longest
         rows = (after - before for before, after in zip((0, *nested), nested, strict=False))
         end = end_us(((1 << level) - 1, each) for level, each in enumerate(rows))
         found.append((round(end, 3), RowCut(nested)))
     return found
 
 
-def _nested(facts: Facts) -> Iterator[tuple[int, ...]]:
+def _nested(problem: ProductProblem) -> Iterator[tuple[int, ...]]:
     """Yield the possible nested cuts, if the number of ranks is a power of two."""
-    rows, size = facts.shard_rows, facts.size
+    rows, size = problem.shard_rows, problem.size
     if size & (size - 1):
         return
     levels = size.bit_length() - 1
@@ -145,13 +147,13 @@ _STEPS_OF_SHARD = {1: 64, 2: 16, 3: 4}
 """The most places of a cut in a shard, by the regions within all rows. Their product bounds the time of the search."""
 
 
-def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
-    rows, size = facts.shard_rows, facts.size
-    nbytes = rows * facts.row_nbytes
+def _scatter_cuts(problem: ProductProblem) -> list[tuple[float, RowCut]]:
+    rows, size = problem.shard_rows, problem.size
+    nbytes = rows * problem.row_nbytes
     reduction = (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
-    pulling = max(reduction, _PULL_US + nbytes / (_LINK_NBYTES_PER_US * facts.link_speed))
+    pulling = max(reduction, _PULL_US + nbytes / (_LINK_NBYTES_PER_US * problem.link_speed))
     tail = _TURN_US + _PRODUCT_US
-    own, pair, copy = _product_us(facts, rows), _product_us(facts, 2 * rows), _copy_us(facts, rows)
+    own, pair, copy = _product_us(problem, rows), _product_us(problem, 2 * rows), _copy_us(problem, rows)
 
     def end_us(product_us: float, products: int, copies: int) -> float:
         """Return the end of the last product, which copies nothing, and of the copies of all other products."""
@@ -165,39 +167,39 @@ def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     if size > 2 and size & (size - 1) == 0:
         found.append((end_us(pair, size // 2, 2) + tail + pulling, RowCut(pairs=True)))
     if size > 2:
-        at = _TURN_US + _product_us(facts, rows * (size - 1))
+        at = _TURN_US + _product_us(problem, rows * (size - 1))
         found.append((max(at + own, at + (size - 1) * copy) + tail + reduction, RowCut(merged=True)))
     return found
 
 
-def _reduce_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
+def _reduce_cuts(problem: ProductProblem) -> list[tuple[float, RowCut]]:
     found = []
     for parts in range(1, _MOST_PARTS + 1):
-        rows = -(-facts.shard_rows // parts)
-        nbytes = rows * facts.row_nbytes
-        product, copy = _product_us(facts, rows), _copy_us(facts, rows)
-        reduction = _PRODUCT_US + (facts.size + 1) * nbytes / _MEMORY_NBYTES_PER_US
-        unloading = _PRODUCT_US + 2 * (facts.size - 1) * nbytes / _MEMORY_NBYTES_PER_US
+        rows = -(-problem.shard_rows // parts)
+        nbytes = rows * problem.row_nbytes
+        product, copy = _product_us(problem, rows), _copy_us(problem, rows)
+        reduction = _PRODUCT_US + (problem.size + 1) * nbytes / _MEMORY_NBYTES_PER_US
+        unloading = _PRODUCT_US + 2 * (problem.size - 1) * nbytes / _MEMORY_NBYTES_PER_US
         at = landed = _TURN_US
         for _ in range(parts):
-            for _ in range(1, facts.size):
+            for _ in range(1, problem.size):
                 at += product
                 landed = max(at, landed) + copy
             at = max(at + product, landed) + _TURN_US + reduction
-            landed = at + (facts.size - 1) * copy
+            landed = at + (problem.size - 1) * copy
             at += unloading
         found.append((max(at, landed + unloading) + _TURN_US, RowCut(parts=parts)))
     return found
 
 
-def _product_us(facts: Facts, rows: int) -> float:
-    flops = _FLOPS_PER_US.get(facts.dtype, _OTHER_FLOPS_PER_US)
+def _product_us(problem: ProductProblem, rows: int) -> float:
+    flops = _FLOPS_PER_US.get(problem.dtype, _OTHER_FLOPS_PER_US)
     waves_of_columns = min(
-        -(-(-(-rows // _TILE_ROWS) * -(-facts.columns // columns)) // facts.multiprocessors) * columns * slower
+        -(-(-(-rows // _TILE_ROWS) * -(-problem.columns // columns)) // problem.multiprocessors) * columns * slower
         for columns, slower in _TILE_COLUMNS.items()
     )
-    return waves_of_columns * 2.0 * _TILE_ROWS * facts.inner / flops + _PRODUCT_US
+    return waves_of_columns * 2.0 * _TILE_ROWS * problem.inner / flops + _PRODUCT_US
 
 
-def _copy_us(facts: Facts, rows: int) -> float:
-    return _COPY_US + rows * facts.row_nbytes / (_LINK_NBYTES_PER_US * facts.link_speed)
+def _copy_us(problem: ProductProblem, rows: int) -> float:
+    return _COPY_US + rows * problem.row_nbytes / (_LINK_NBYTES_PER_US * problem.link_speed)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mpicomm.experts.arrays import Shape
+from mpicomm.experts.arrays import ExpertsConfig
 from mpicomm.experts.on_gpu import ExpertsLaunches, ExpertsMemory
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from mpicomm.kernels.variant import Launch
@@ -64,7 +64,7 @@ class ExpertsRig:
         wire: np.dtype[Any] | None = None,
     ) -> None:
         self.size = len(experts_per_rank)
-        self.shape = Shape(
+        self.shape = ExpertsConfig(
             *(tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment),
             *(None, by_token, wire, max_tokens if in_packets else FEW_TOKENS),
         )

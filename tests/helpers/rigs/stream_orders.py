@@ -8,7 +8,7 @@ from typing import Any
 
 from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
-from mpicomm.products.schedule import JoinLane, Multiply
+from mpicomm.products.schedule import JoinProducts, Multiply
 from tests.helpers.fakes.fake_cuda import FakeCuda
 
 Program = Sequence[tuple[Any, Callable[[], object]]]
@@ -48,7 +48,7 @@ def _enqueue(cuda: FakeCuda, rank: int, program: Program, came: list[int]) -> No
             cuda.enqueue(streams[MAIN], int, partial(lambda number: min(came) >= number, barriers))
         elif isinstance(action, Fork):
             follow(COPIES, MAIN)
-        elif isinstance(action, Join | JoinLane):
+        elif isinstance(action, Join | JoinProducts):
             follow(MAIN, COPIES if isinstance(action, Join) else LANE)
         elif isinstance(action, Multiply):
             follow(LANE, MAIN)

@@ -23,19 +23,19 @@ from hypothesis import strategies as st
 from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.devices.host import array_at
-from mpicomm.products.choose import Facts, ProductWay, choose, describe
+from mpicomm.products.choose import OverlapChoice, ProductProblem, choose, describe
 from mpicomm.products.schedule import (
     Action,
     AddBias,
-    JoinLane,
+    JoinProducts,
     Multiply,
-    Place,
+    PeerOrder,
     RowCut,
-    gathering,
+    allgather_schedule,
+    allreduce_schedule,
     is_possible,
     pieces_of,
-    reducing,
-    scattering,
+    reduce_scatter_schedule,
 )
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.jobs.pace import stretched
@@ -67,7 +67,7 @@ class Products:
         def enqueue(plan: Any, stream: int, send: Any, receive: Any, *, blocking: bool) -> None:
             engine.enqueue(plan, stream)
 
-        self.overlapped = overlapped.Overlapped(SimpleNamespace(engine=engine, enqueue=enqueue))
+        self.overlapped = overlapped.OverlappedProducts(SimpleNamespace(engine=engine, enqueue=enqueue))
 
     def _memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
         self.made.append(pointer)
@@ -78,8 +78,8 @@ class Products:
             self.multiplied.append((a.shape[0], out.shape[0]))
 
         operands = self._read(kind, 2, None, a, np.ones((INNER, COLUMNS)), out, None, product, **more)
-        facts = self.overlapped.facts(operands)
-        self.overlapped.enqueue(operands, ProductWay(facts, cut, 0.0, 0.0), STREAM)
+        problem = self.overlapped.problem(operands)
+        self.overlapped.enqueue(operands, OverlapChoice(problem, cut, 0.0, 0.0), STREAM)
         return operands
 
 
@@ -122,7 +122,7 @@ def test_memory_beyond_the_bound_is_refused(cuda: FakeCuda, monkeypatch: pytest.
 
 
 def test_large_shards_and_memory_of_the_host_do_not_fit(products: Products) -> None:
-    large = replace(facts("allgather_matmul", 1 << 17), inner=8192)
+    large = replace(problem_of("allgather_matmul", 1 << 17), inner=8192)
     cut, fits = RowCut(), products.overlapped.fits
     assert not fits(large, cut) and fits(replace(large, rows=1 << 14), cut)
     node = products.rig.engine.domain
@@ -130,15 +130,15 @@ def test_large_shards_and_memory_of_the_host_do_not_fit(products: Products) -> N
     assert not fits(replace(large, rows=1 << 14), cut)
 
 
-def facts(kind: Any, rows: int, *, size: int = 2, inner: int = 8192, columns: int = 7168) -> Facts:
-    return Facts(kind, "bfloat16", 2, 2, rows, inner, columns, size, 132, 1.0)
+def problem_of(kind: Any, rows: int, *, size: int = 2, inner: int = 8192, columns: int = 7168) -> ProductProblem:
+    return ProductProblem(kind, "bfloat16", 2, 2, rows, inner, columns, size, 132, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"])
 def test_large_products_overlap_and_small_products_do_not(kind: Any) -> None:
     for size in (2, 4, 8):
-        assert choose(facts(kind, 16384, size=size)).cut is not None
-        small = choose(facts(kind, 256, size=size))
+        assert choose(problem_of(kind, 16384, size=size)).cut is not None
+        small = choose(problem_of(kind, 256, size=size))
         assert small.cut is None and "one after the other" in small.why
 
 
@@ -146,17 +146,17 @@ def test_the_smallest_products_that_overlap_are_described() -> None:
     for line in describe(2, 132, 1.0):
         call, rows = line.split(", bfloat16 [rows, ")[0], int(line.split("overlap from ")[1].split()[0])
         shape = {} if call == "allgather_matmul" else {"inner": 7168, "columns": 8192}
-        assert choose(facts(call, rows, **shape)).cut is not None
-        assert choose(facts(call, rows // 2, **shape)).cut is None
+        assert choose(problem_of(call, rows, **shape)).cut is not None
+        assert choose(problem_of(call, rows // 2, **shape)).cut is None
 
 
 def test_a_cut_adds_no_wave_of_tiles() -> None:
     # Halves of 4096 rows would take 4 waves each on 132 multiprocessors, and the whole takes 7.
-    assert choose(facts("allgather_matmul", 4096)).cut == RowCut((1792, 4096))
+    assert choose(problem_of("allgather_matmul", 4096)).cut == RowCut((1792, 4096))
     # Four shards would take 8 waves.
-    way = choose(facts("allgather_matmul", 4096, size=4))
-    assert way.cut is not None and len(way.cut.nested) == 3
-    assert way.overlapped_us < 8 * 2 * 128 * 256 * 8192 / 6.3e6
+    choice = choose(problem_of("allgather_matmul", 4096, size=4))
+    assert choice.cut is not None and len(choice.cut.nested) == 3
+    assert choice.overlapped_us < 8 * 2 * 128 * 256 * 8192 / 6.3e6
 
 
 @given(
@@ -169,11 +169,11 @@ def test_a_cut_adds_no_wave_of_tiles() -> None:
 def test_every_choice_is_a_cut_that_the_model_prefers(
     kind: Any, dtype: str, shard: int, inner: int, columns: int, size: int, speed: float
 ) -> None:
-    way = choose(Facts(kind, dtype, 2, 2, shard * size, inner, columns, size, 132, speed))
-    assert way.overlapped_us > 0 and way.serial_us > 0
-    if way.cut is not None:
-        assert way.overlapped_us < way.serial_us
-        assert way.cut.parts >= 1 and (not way.cut.nested or is_possible(way.cut, size, shard))
+    choice = choose(ProductProblem(kind, dtype, 2, 2, shard * size, inner, columns, size, 132, speed))
+    assert choice.overlapped_us > 0 and choice.serial_us > 0
+    if choice.cut is not None:
+        assert choice.overlapped_us < choice.serial_us
+        assert choice.cut.parts >= 1 and (not choice.cut.nested or is_possible(choice.cut, size, shard))
 
 
 @pytest.mark.parametrize(("kind", "how"), DEATHS)
@@ -208,32 +208,35 @@ class Job:
         self.out = [[np.full((out_rows, WIDTH), np.nan) for _ in range(size)] for _ in range(2)]
         self.kept = [[np.full((size * rows, DEPTH), np.nan) for _ in range(size)] for _ in range(2)]
         memory = [np.full(10000, np.nan) for _ in range(size)]
-        landing = [np.full(10000, np.nan) for _ in range(size)]
+        inboxes = [np.full(10000, np.nan) for _ in range(size)]
         partials = [np.full((size * rows, WIDTH), np.nan) for _ in range(size)]
-        self.memory = memory, landing, partials  # the actions have only addresses
-        shared, landed = [address(each) for each in memory], [address(each) for each in landing]
+        self.memory = memory, inboxes, partials  # the actions have only addresses
+        shared, landed = [address(each) for each in memory], [address(each) for each in inboxes]
         self.programs: list[list[tuple[Action, partial[None]]]] = []
         for rank in range(size):
             actions: list[tuple[Action, partial[None]]] = []
-            place = Place(rank, size, rows)
+            order = PeerOrder(rank, size, rows)
             for call in range(2):
                 a, out = address(self.a[call][rank]), address(self.out[call][rank])
                 if kind == "gather":
                     kept = address(self.kept[call][rank])
-                    steps = [*gathering(place, cut, 8 * DEPTH, a, shared, kept)]
+                    steps = [*allgather_schedule(order, cut, 8 * DEPTH, a, shared, kept)]
                 elif kind == "scatter":
-                    steps = [*scattering(place, cut, 8 * WIDTH, address(partials[rank]), shared, out, bias=True)]
+                    steps = [
+                        *reduce_scatter_schedule(order, cut, 8 * WIDTH, address(partials[rank]), shared, out, bias=True)
+                    ]
                 else:
-                    steps = [*reducing(place, cut, 8 * WIDTH, landed, shared, out, bias=True)]
+                    steps = [*allreduce_schedule(order, cut, 8 * WIDTH, landed, shared, out, bias=True)]
                 matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partials[rank]}
                 shard = rows * WIDTH
                 matrices["pulled"] = memory[rank][(size - 1) * shard : (size + 1) * shard].reshape(2 * rows, WIDTH)
                 matrices["gathered"] = memory[rank][: size * rows * DEPTH].reshape(size * rows, DEPTH)
                 actions += [(step, partial(self._carry_out, step, rank, matrices)) for step in steps]
-            order = [at for at, (each, _) in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLane))]
-            self.orders = len(order)
+            ordering = Barrier, Fork, Join, JoinProducts
+            found = [at for at, (each, _) in enumerate(actions) if isinstance(each, ordering)]
+            self.synchronisations = len(found)
             if without is not None:
-                actions.pop(order[without])
+                actions.pop(found[without])
             self.programs.append(actions)
         self.kind, self.size, self.rows = kind, size, rows
 
@@ -302,14 +305,14 @@ def test_every_barrier_fork_and_join_is_needed(kind: str, pairs: bool, of_earlie
             return True
         return False
 
-    for number in {*range(Job(kind, size, 2, cut, 0).orders)} - {*of_earlier_calls}:
+    for number in {*range(Job(kind, size, 2, cut, 0).synchronisations)} - {*of_earlier_calls}:
         assert any(is_wrong(number, seed) for seed in range(300)), f"without {number} all is well"
 
 
 def test_a_nested_cut_multiplies_shards_of_the_own_pair_first() -> None:
     cut = RowCut((4, 14, 32))
     assert is_possible(cut, 4, 8)
-    assert [[piece[1:] for piece in pieces_of(Place(rank, 4, 8), cut)] for rank in range(4)] == [
+    assert [[piece[1:] for piece in pieces_of(PeerOrder(rank, 4, 8), cut)] for rank in range(4)] == [
         [(0, 4), (4, 14), (14, 32)],
         [(10, 14), (0, 10), (14, 32)],
         [(18, 22), (22, 32), (0, 18)],
