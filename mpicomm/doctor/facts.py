@@ -203,7 +203,7 @@ def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list
     from mpi4py import MPI
 
     from mpicomm.cluster.agreement import Group
-    from mpicomm.cluster.roll_call import private_copy
+    from mpicomm.cluster.monitored_barrier import private_copy
 
     group = Group(private_copy(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
     word = ctypes.c_uint32(_PROBED)

@@ -59,8 +59,8 @@ class Experts(AbstractContextManager["Experts"]):
       ready for a grouped product. By ``"tokens"`` it has one row there, with the experts and weights of its slots, and
       with indices of rows by expert. The second layout moves less memory, so large dispatches and combines are faster.
       With ``max_tokens`` of 256 or less it also has the least latency on GPUs.
-    - With ``wire_dtype="float8_e4m3fn"`` tokens travel as floats of 8 bits, with a scale in float32 for each 128
-      elements. `dispatch` quantises them, or takes tokens of 8 bits with their scales. The sums of `combine` travel as
+    - With ``wire_dtype="float8_e4m3fn"`` tokens travel as fp8, with a scale in float32 for each 128
+      elements. `dispatch` quantizes them, or takes fp8 tokens with their scales. The sums of `combine` travel as
       ``dtype``. ``hidden`` is a multiple of 512 then.
     - On a GPU a launch has at most ``blocks`` blocks, each of at most 384 threads. `blocks` says how many it has.
 
@@ -174,9 +174,9 @@ class Experts(AbstractContextManager["Experts"]):
         0. Ids are int64 or int32, and -1 stands for no expert. An id that occurs twice in a token gives two places.
         Weights are float32, and 1 by default.
 
-        With ``wire_dtype`` an ``x`` of floats of 8 bits, or of bytes, comes with ``scales``: float32 of shape
+        With ``wire_dtype`` an ``x`` of fp8, or of bytes, comes with ``scales``: float32 of shape
         ``[tokens, hidden // 128]``. Otherwise each group of 128 elements gets the scale that makes its largest
-        magnitude 448, the largest float of 8 bits, or that makes 1e-4 so if the group is smaller.
+        magnitude 448, the largest fp8 value, or that makes 1e-4 so if the group is smaller.
 
         Tokens arrive unchanged, but between GPUs a NaN may change its sign in the layout by token, if ``max_tokens`` is
         256 or less.

@@ -66,7 +66,7 @@ class ExpertsMemory:
             self.places[name] = end
             end = _round_up(end + nbytes, LINE_NBYTES)
         self.quantized = end
-        """Private memory for the tokens of this rank as they travel, if they are quantised."""
+        """Private memory for the tokens of this rank as they travel, if they are quantized."""
         self.nbytes = end + (config.max_tokens * config.row_nbytes if config.wire else 0)
         self.absent = (self.places["rows"], end) if config.in_packets else (0, 0)
         """The begin and the end of the slots of packets, which hold `ABSENT` at first. All other memory is zero."""
@@ -150,7 +150,7 @@ class ExpertsLaunches:
         return Launch(self._kernel, arguments, sum(blocks), kernels.DISPATCH_THREADS)
 
     def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
-        """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
+        """Return the launch that quantizes tokens, and the addresses of the rows and of their scales."""
         config = self._config
         places = self._quantized, self._quantized + config.max_tokens * config.hidden
         groups = tokens * config.scales

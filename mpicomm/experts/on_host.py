@@ -26,7 +26,7 @@ class DispatchArrays(NamedTuple):
     ids: Any
     weights: Any = None
     scales: Any = None
-    """The scales of ``x``; None if the call quantises ``x``, or sends no scales."""
+    """The scales of ``x``; None if the call quantizes ``x``, or sends no scales."""
 
 
 class CombineArrays(NamedTuple):
@@ -191,7 +191,7 @@ def _stack(arrays: Sequence[Array]) -> Array:
 
 
 def _quantize(x: Array) -> tuple[Array, Array]:
-    """Return rows as floats of 8 bits, and their scales: see experts_quantize.cu."""
+    """Return rows as fp8, and their scales: see experts_quantize.cu."""
     groups = x.astype(np.float32).reshape(len(x), x.shape[1] // GROUP, GROUP)
     largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_LEAST_LARGEST))
     values = groups * (np.float32(_LARGEST) / largest)[:, :, None]
