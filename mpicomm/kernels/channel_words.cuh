@@ -49,13 +49,13 @@ MPICOMM_DEVICE u32 epoch_of(u64 word) { return static_cast<u32>(word >> 32); }
 
 // Whether another rank has told this rank that it gives up. Pairs with the store in raise_abort.
 // The load is relaxed, because the word publishes no other data.
-MPICOMM_DEVICE bool is_told(const Team& team) { return load_relaxed(abort_word(team, team.rank)) != 0; }
+MPICOMM_DEVICE bool is_aborted(const Team& team) { return load_relaxed(abort_word(team, team.rank)) != 0; }
 
 // Whether a wait ended because its word was reached. If time was up, this rank tells the others. If
 // another rank has told this rank to give up, this rank records the reason.
-MPICOMM_DEVICE bool lasts(const Team& team, const Watch& watch, SpinEnd end) {
+MPICOMM_DEVICE bool end_wait(const Team& team, const Watch& watch, SpinEnd end) {
   if (end == kTimeUp) raise_abort(team, watch);
-  if (end == kLeft) heed_abort(team, watch.block, load_relaxed(abort_word(team, team.rank)));
+  if (end == kLeft) record_abort(team, watch.block, load_relaxed(abort_word(team, team.rank)));
   return end == kReached;
 }
 
@@ -67,7 +67,7 @@ MPICOMM_DEVICE bool has_reached(u64 value, u32 epoch) { return static_cast<i32>(
 MPICOMM_DEVICE bool is_same(u64 value, u32 tag, u32 mask) { return ((static_cast<u32>(value) ^ tag) & mask) == 0; }
 
 // Gives up because the tag of a flag belongs to another call. Returns false.
-MPICOMM_DEVICE_CALL bool refuse_word(const Team& team, const Watch& watch) {
+MPICOMM_DEVICE_CALL bool report_tag_mismatch(const Team& team, const Watch& watch) {
   const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
   report_fault(mismatch, 0);
   raise_abort(team, mismatch);
@@ -87,21 +87,21 @@ MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& 
     value = load_acquire(word);
     return has_reached(value, static_cast<u32>(watch.sequence));
   };
-  if (!lasts(team, watch, spin(reached, [&] { return is_told(team); }, watch))) return false;
-  return is_same(value, tag, mask) || refuse_word(team, watch);
+  if (!end_wait(team, watch, spin(reached, [&] { return is_aborted(team); }, watch))) return false;
+  return is_same(value, tag, mask) || report_tag_mismatch(team, watch);
 }
 
 // Waits until `reached` returns true on all lanes of the warp, which go on or leave together. If
 // the result is false, the kernel must leave.
 template <class Reached>
 MPICOMM_DEVICE bool await_together(const Team& team, const Watch& watch, u32 lane, Reached reached) {
-  Spell spell;
+  SpinTimer timer;
   for (u32 poll = 0;; ++poll) {
     if (__all_sync(kWarp, reached())) return true;
     if (poll < kPollsBeforeClock) continue;
     // One lane decides for all lanes. Lanes read the clock at different times, so some would leave
     // while the others wait for them.
-    const bool goes_on = lane != 0 || lasts(team, watch, spell.end([&] { return is_told(team); }, watch));
+    const bool goes_on = lane != 0 || end_wait(team, watch, timer.check([&] { return is_aborted(team); }, watch));
     if (!__all_sync(kWarp, goes_on)) return false;
   }
 }

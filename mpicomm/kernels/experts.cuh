@@ -210,9 +210,9 @@ struct Packets {
 // The rank that is to blame if `peer` does not send; `peer` may be this rank. A rank that has announced
 // the launch may wait for a rank that has not, so that rank is to blame.
 MPICOMM_DEVICE_CALL u32 blamed(const Team& team, u32 peer, u32 launch) {
-  if (peer != team.rank && look_at(team, peer, launch) == kAbsent) return peer;
+  if (peer != team.rank && check_announcement(team, peer, launch) == kAbsent) return peer;
   for (u32 rank = 0; rank < team.size; ++rank) {
-    if (rank != team.rank && look_at(team, rank, launch) == kAbsent) return rank;
+    if (rank != team.rank && check_announcement(team, rank, launch) == kAbsent) return rank;
   }
   return peer;
 }
@@ -227,13 +227,14 @@ struct PeerWatch {
   MPICOMM_DEVICE PeerWatch(const Experts& x, u32 operation, u64 number, u32 peer)
       : team(x.team),
         peer(peer),
-        watch{x.team.faults, x.team.timeout_ns, operation, number, blockIdx.x, x.team.names[peer]} {}
+        watch{x.team.faults, x.team.timeout_ns, operation, number, blockIdx.x, x.team.user_ranks[peer]} {}
 
   MPICOMM_DEVICE_CALL bool leaves() {
     const u32 launch = static_cast<u32>(watch.sequence);
-    if (is_told(team) || load_relaxed(team.faults.failed) != kClear) return true;
-    watch.peer = team.names[blamed(team, peer, launch)];
-    return peer != team.rank && look_at(team, peer, launch) == kDifferent && !refuse(team, peer, launch);
+    if (is_aborted(team) || load_relaxed(team.faults.failed) != kClear) return true;
+    watch.peer = team.user_ranks[blamed(team, peer, launch)];
+    if (peer == team.rank || check_announcement(team, peer, launch) != kDifferent) return false;
+    return !report_mismatch(team, peer, launch);
   }
 };
 
@@ -242,7 +243,7 @@ struct PeerWatch {
 template <class Reached>
 MPICOMM_DEVICE bool await_peer(const Experts& x, u32 operation, u64 number, u32 peer, Reached reached) {
   PeerWatch mine(x, operation, number, peer);
-  return lasts(x.team, mine.watch, spin(reached, [&] { return mine.leaves(); }, mine.watch));
+  return end_wait(x.team, mine.watch, spin(reached, [&] { return mine.leaves(); }, mine.watch));
 }
 
 // Waits for other blocks of this rank. The wait has no limit. The other blocks wait for peers with a
@@ -250,9 +251,9 @@ MPICOMM_DEVICE bool await_peer(const Experts& x, u32 operation, u64 number, u32 
 template <class Reached>
 MPICOMM_DEVICE bool await_block(const Experts& x, u64 number, Reached reached) {
   const Team& team = x.team;
-  const Watch watch{team.faults, ~0ull, kDispatch, number, blockIdx.x, team.names[team.rank]};
-  const auto leaves = [&] { return is_told(team) || load_relaxed(team.faults.failed) != kClear; };
-  return lasts(team, watch, spin(reached, leaves, watch));
+  const Watch watch{team.faults, ~0ull, kDispatch, number, blockIdx.x, team.user_ranks[team.rank]};
+  const auto leaves = [&] { return is_aborted(team) || load_relaxed(team.faults.failed) != kClear; };
+  return end_wait(team, watch, spin(reached, leaves, watch));
 }
 
 // Begins a launch on all threads of a block: announces the launch, and counts it. Meanwhile a thread for each
@@ -320,22 +321,22 @@ MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Turn& turn, u32 
   return load_acquire(flag_in(x, flags, x.team.rank, peer, recv_slot, part)) == turn.number;
 }
 
-// Waits until `has_come` returns true on a lane that is pending, and returns the set of these lanes. At least
+// Waits until `has_arrived` returns true on a lane that is pending, and returns the set of these lanes. At least
 // one lane is pending, and waits for `peer`. All lanes of the warp call it. If the set is empty, the
 // kernel must leave.
 template <class HasCome>
-MPICOMM_DEVICE u32 await_any(const Experts& x, u32 operation, u64 number, u32 peer, bool pending, HasCome has_come) {
+MPICOMM_DEVICE u32 await_any(const Experts& x, u32 operation, u64 number, u32 peer, bool pending, HasCome has_arrived) {
   const u32 lane = threadIdx.x % kLanes;
   const u32 waits = __ffs(__ballot_sync(kWarp, pending)) - 1;
   PeerWatch mine(x, operation, number, peer);
-  Spell spell;
+  SpinTimer timer;
   for (u32 poll = 0;; ++poll) {
-    const u32 come = __ballot_sync(kWarp, pending && has_come());
+    const u32 come = __ballot_sync(kWarp, pending && has_arrived());
     if (come != 0) return come;
     if (poll < kPollsBeforeClock) continue;
     // One lane looks at the clock, because the lanes go on or leave together.
     const bool goes_on =
-        lane != waits || lasts(x.team, mine.watch, spell.end([&] { return mine.leaves(); }, mine.watch));
+        lane != waits || end_wait(x.team, mine.watch, timer.check([&] { return mine.leaves(); }, mine.watch));
     if (!__all_sync(kWarp, goes_on)) return 0;
   }
 }

@@ -247,8 +247,8 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
   const Part range(experts, part, lane);
   bool ok = true;
   if (has_flag(x, part) && lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
-    const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, recv_slot, part); };
-    ok = await_peer(experts, kCombine, turn.number, lane, has_come);
+    const auto has_arrived = [&] { return has_part(experts, experts.sum_flags, turn, lane, recv_slot, part); };
+    ok = await_peer(experts, kCombine, turn.number, lane, has_arrived);
   }
   // Orders the loads of all lanes after the acquires.
   __syncwarp();

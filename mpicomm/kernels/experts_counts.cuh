@@ -11,8 +11,8 @@ constexpr u64 kFewPairs = 8192;
 static_assert(kFewPairs * kMaxBlocks * kWarps < 1ull << 32, "see Counts::count");
 
 // Gives up because of a fault in the routes. Returns false.
-MPICOMM_DEVICE_CALL bool refuse_routes(const Team& team, u32 operation, u64 number, u32 of) {
-  const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.names[of]};
+MPICOMM_DEVICE_CALL bool report_bad_routes(const Team& team, u32 operation, u64 number, u32 of) {
+  const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.user_ranks[of]};
   report_fault(watch, 0);
   raise_abort(team, watch);
   return false;
@@ -75,7 +75,7 @@ struct Counts {
   MPICOMM_DEVICE u64 pair_of(const Route& route) const { return token_at(route) * x.experts.top_k + route.slot; }
 
   MPICOMM_DEVICE bool give_up(u32 operation, u64 number, u32 of) const {
-    return refuse_routes(x.experts.team, operation, number, of);
+    return report_bad_routes(x.experts.team, operation, number, of);
   }
 
   MPICOMM_DEVICE u32 epoch() const { return static_cast<u32>(turn.number); }
@@ -118,8 +118,8 @@ struct Counts {
   MPICOMM_DEVICE bool take(Taken& pair, const Pair& packet) const {
     if (!pair.exists) return true;
     Packet unit = FlagProtocol::unit(packet);
-    const bool has_come = FlagProtocol::has_come(packet, epoch());
-    if (!has_come && !await_packet(x.experts, turn, pair.route.source, packet_of(pair.route), unit)) return false;
+    const bool has_arrived = FlagProtocol::has_arrived(packet, epoch());
+    if (!has_arrived && !await_packet(x.experts, turn, pair.route.source, packet_of(pair.route), unit)) return false;
     pair.expert = unit.words[0];
     pair.weight = unit.words[1];
     if (pair.expert == kWrongExpert) return give_up(kRoutes, pair.route.token, pair.route.source);
@@ -273,7 +273,7 @@ struct Counts {
         }
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          if ((missing >> i & 1) == 0 || !FlagProtocol::has_come(loaded[i], epoch())) continue;
+          if ((missing >> i & 1) == 0 || !FlagProtocol::has_arrived(loaded[i], epoch())) continue;
           words[i] = FlagProtocol::unit(loaded[i]).words[0];
           missing &= ~(1u << i);
         }

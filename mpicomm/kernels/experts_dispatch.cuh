@@ -77,7 +77,7 @@ MPICOMM_DEVICE bool await_packet(const Experts& x, const Turn& turn, u32 source,
   Pair packet{};
   const auto reached = [&] {
     packet = load_volatile(place);
-    return FlagProtocol::has_come(packet, static_cast<u32>(turn.number));
+    return FlagProtocol::has_arrived(packet, static_cast<u32>(turn.number));
   };
   if (!await_peer(x, kDispatch, turn.number, source, reached)) return false;
   unit = FlagProtocol::unit(packet);

@@ -24,23 +24,23 @@ MPICOMM_DEVICE void push_part(const Packets& packets, u8* row, const Part& part)
 // leave. All lanes of the warp call it.
 MPICOMM_DEVICE bool take_part(
     const Experts& x, u32 operation, const Turn& turn, u32 peer, u8* row, const Part& part, Packets& packets) {
-  const auto have_come = [&] {
+  const auto have_arrived = [&] {
     bool all = true;
 #pragma unroll
     for (u32 i = 0; i < kPartPackets; ++i) {
       if (!part.has(i)) continue;
       const Pair packet = load_volatile(reinterpret_cast<const Pair*>(row + part.at(i)));
-      all &= Pushed::has_come(packet, {});
+      all &= Pushed::has_arrived(packet, {});
       packets.of[i] = Pushed::unit(packet);
     }
     return all;
   };
   // Most often the packets have come. Then the lane need not make a watch, which takes registers.
-  const bool ok = have_come() || await_peer(x, operation, turn.number, peer, have_come);
+  const bool ok = have_arrived() || await_peer(x, operation, turn.number, peer, have_arrived);
   if (!__all_sync(kWarp, ok)) return false;
 #pragma unroll
   for (u32 i = 0; i < kPartPackets; ++i) {
-    if (part.has(i)) Pushed::give_back(reinterpret_cast<Pair*>(row + part.at(i)));
+    if (part.has(i)) Pushed::reset_slot(reinterpret_cast<Pair*>(row + part.at(i)));
   }
   return true;
 }

@@ -108,12 +108,12 @@ struct Receiver : Counts {
         route = token_of(first + of_block);
         pending = exists(route) && is_here(route);
       }
-      const auto has_come = [&] {
+      const auto has_arrived = [&] {
         return route.source == rank() ||
                has_part(experts, experts.row_flags, turn, route.source, recv_slot(route), part);
       };
       while (__any_sync(kWarp, pending)) {
-        const u32 come = await_any(experts, kDispatch, turn.number, route.source, pending, has_come);
+        const u32 come = await_any(experts, kDispatch, turn.number, route.source, pending, has_arrived);
         if (come == 0) return;
         // Orders the loads of all lanes after the acquires.
         __syncwarp();

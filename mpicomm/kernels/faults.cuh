@@ -84,7 +84,7 @@ MPICOMM_DEVICE_CALL void report_fault(const Watch& watch, u64 elapsed_ns) {
 
 constexpr u32 kFirstPolls = 16;
 constexpr u32 kPollsBeforeClock = 1000;
-constexpr u64 kLookEvery_ns = 10 * 1000;
+constexpr u64 kCheckEvery_ns = 10 * 1000;
 
 enum SpinEnd : u32 {
   kReached,
@@ -94,37 +94,37 @@ enum SpinEnd : u32 {
 
 // The time that a spin has lasted. The spinning thread reads the clock only if the spin lasts long:
 // after each poll from kPollsBeforeClock on.
-struct Spell {
+struct SpinTimer {
   u64 start = 0;
-  u64 next_look = 0;
+  u64 next_check = 0;
 
   // Returns kReached if the spin shall go on. Otherwise the kernel must leave without touching the
   // data that it waited for: time is up, and the record says so, or `leave` returned true. `end`
-  // calls `leave` every kLookEvery_ns.
+  // calls `leave` every kCheckEvery_ns.
   template <class Leave>
-  MPICOMM_DEVICE SpinEnd end(Leave leave, const Watch& watch) {
+  MPICOMM_DEVICE SpinEnd check(Leave leave, const Watch& watch) {
     const u64 now = clock_ns();
-    if (start == 0) start = next_look = now;
+    if (start == 0) start = next_check = now;
     if (now - start > watch.timeout_ns) {
       report_fault(watch, now - start);
       return kTimeUp;
     }
-    if (now >= next_look) {
+    if (now >= next_check) {
       if (leave()) return kLeft;
-      next_look = now + kLookEvery_ns;
+      next_check = now + kCheckEvery_ns;
     }
     return kReached;
   }
 };
 
-// Calls `reached` until it returns true, or until `Spell::end` says that the kernel must leave.
+// Calls `reached` until it returns true, or until `SpinTimer::check` says that the kernel must leave.
 template <class Reached, class Leave>
 MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
-  Spell spell;
+  SpinTimer timer;
   for (u32 poll = 0;; ++poll) {
     if (reached()) return kReached;
     if (poll < kPollsBeforeClock) continue;
-    const SpinEnd end = spell.end(leave, watch);
+    const SpinEnd end = timer.check(leave, watch);
     if (end != kReached) return end;
   }
 }

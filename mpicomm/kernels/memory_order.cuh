@@ -189,7 +189,7 @@ MPICOMM_DEVICE void fence_device() { __threadfence(); }
 // passed `ok`. Like __syncthreads, it orders the accesses of these threads before it against their
 // accesses after it. The threads of a warp may come one by one, because PTX allows that for `barrier`
 // without `.aligned`. The tool synccheck of compute-sanitizer calls such threads divergent.
-MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) {
+MPICOMM_DEVICE bool named_barrier(u32 number, u32 threads, bool ok) {
   u32 all;
   asm volatile(
       "{ .reg .pred mine, all;\n"
@@ -315,8 +315,10 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
 }
 MPICOMM_DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 // The program that runs the threads of a block knows which threads have come to a barrier.
-#if defined(MPICOMM_MEET)
-MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) { return MPICOMM_MEET(number, threads, ok); }
+#if defined(MPICOMM_NAMED_BARRIER)
+MPICOMM_DEVICE bool named_barrier(u32 number, u32 threads, bool ok) {
+  return MPICOMM_NAMED_BARRIER(number, threads, ok);
+}
 #endif
 MPICOMM_DEVICE void pause() {}
 MPICOMM_DEVICE void wait_for_predecessor() {}

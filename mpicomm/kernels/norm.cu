@@ -47,7 +47,7 @@ struct RowOfBlock {
     }
   }
 
-  // Adds the residual. Returns the sum that `meet_at_end` needs.
+  // Adds the residual. Returns the sum that `row_barrier` needs.
   MPICOMM_DEVICE State add(const Norm& norm) const {
     State sum = 0;
     for_each_packet([&](u64 at, u64 count) {
@@ -78,7 +78,7 @@ MPICOMM_DEVICE void normalise(const NormKernel& x, u64 row, u32 turn, Sums& sums
   const bool aligned = width_of(source) == kPacketNbytes && width_of(residual) == kPacketNbytes;
   const RowOfBlock of{source, residual, hidden, aligned};
   sums.of[turn][threadIdx.x] = of.add(x.norm);
-  meet_at_end(1, true);
+  row_barrier(1, true);
   const State total = total_of(sums.of[turn], threadIdx.x);
   const Statistics statistics = statistics_of(x.norm, sums, total, threadIdx.x, 1, of);
   normalise_row(x.norm, row, statistics, threadIdx.x, of);

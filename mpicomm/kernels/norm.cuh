@@ -160,7 +160,7 @@ MPICOMM_DEVICE State with_summands(State sum, const Packet& packet, u64 count) {
 // that other threads have not stored yet. A slow thread may still read the sums afterwards. No second
 // barrier is needed, because the next sums in this place come two rows later. They come after the
 // barrier of the next row, which the slow thread has to reach first.
-MPICOMM_DEVICE bool meet_at_end(u32 barrier, bool ok) { return meet(barrier, kNormThreads, ok); }
+MPICOMM_DEVICE bool row_barrier(u32 barrier, bool ok) { return named_barrier(barrier, kNormThreads, ok); }
 
 // Returns the sum of the sums of all threads. All threads of the warp call it together.
 MPICOMM_DEVICE State total_of(const State* all, u32 thread) {
@@ -315,8 +315,8 @@ MPICOMM_DEVICE Statistics statistics_of(
     State sum = 0;
     for_each([&](u64, const Packet& h, u64 count) { sum = with_squares(sum, h, count, mean); });
     sums.squares[thread] = sum;
-    // Publishes the sums of all threads, as in `meet_at_end`.
-    meet(barrier, kNormThreads, true);
+    // Publishes the sums of all threads, as in `row_barrier`.
+    named_barrier(barrier, kNormThreads, true);
     of.scale = 1 / fn::sqrt(total_of(sums.squares, thread) / hidden + eps);
   } else {
     of.scale = 1 / fn::sqrt(mean + eps);
@@ -330,7 +330,7 @@ MPICOMM_DEVICE Statistics statistics_of(
     peak = peak_of_lanes(peak, kLanes);
     if (thread % kLanes == 0) sums.peaks[thread / kLanes] = peak;
     // Publishes the magnitudes of all warps. Without it a thread would take a smaller scale.
-    meet(barrier, kNormThreads, true);
+    named_barrier(barrier, kNormThreads, true);
 #pragma unroll
     for (u32 warp = 0; warp < kNormThreads / kLanes; ++warp) peak = larger_magnitude(peak, sums.peaks[warp]);
     of.peak = peak, of.inverse = inverse_of(Scale::of(peak));

@@ -27,7 +27,7 @@ using SentinelProtocol = Sentinels<true>;
 // receiver reset it before the slot became free.
 MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
   using Protocol = SentinelProtocol;
-  u32 code = Protocol::kCome;
+  u32 code = Protocol::kArrived;
   if (Protocol::upper(packet.first) == Protocol::kAbsent) packet.first ^= Protocol::kSign, code |= Protocol::kFirst;
   if (Protocol::upper(packet.second) == Protocol::kAbsent) packet.second ^= Protocol::kSign, code |= Protocol::kSecond;
   store_volatile(slot, packet);

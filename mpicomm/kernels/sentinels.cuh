@@ -25,7 +25,7 @@ namespace mpicomm {
 template <bool escapes>
 struct Sentinels {
   static constexpr u32 kUnitNbytes = kPacketNbytes;
-  static constexpr bool kGivesBack = true;
+  static constexpr bool kResetsSlots = true;
   static constexpr bool kEscapes = escapes;
   struct Flag {};
 
@@ -36,7 +36,7 @@ struct Sentinels {
     if (!kEscapes && upper(packet.second) == kAbsent) packet.second ^= kSign;
     return packet;
   }
-  MPICOMM_DEVICE static bool has_come(const Pair& packet, Flag) {
+  MPICOMM_DEVICE static bool has_arrived(const Pair& packet, Flag) {
     return upper(packet.first) != kAbsent && upper(packet.second) != kAbsent;
   }
   MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
@@ -44,7 +44,7 @@ struct Sentinels {
   MPICOMM_DEVICE static bool has_escape(const Pair& packet) {
     return kEscapes && (is_special(packet.first) || is_special(packet.second));
   }
-  MPICOMM_DEVICE static void give_back(Pair* slot) {
+  MPICOMM_DEVICE static void reset_slot(Pair* slot) {
     constexpr u64 absent = static_cast<u64>(kAbsent) << 32 | kAbsent;
     store_volatile(slot, {absent, absent});
   }
@@ -56,7 +56,7 @@ struct Sentinels {
   static_assert((kEscaped | 1u << 31) == kAbsent, "they differ in the sign");
   // The bits of an escape: the first half has kEscaped for kAbsent, the second half has it, and the
   // escape has come.
-  static constexpr u32 kFirst = 1, kSecond = 2, kCome = 4;
+  static constexpr u32 kFirst = 1, kSecond = 2, kArrived = 4;
 
   MPICOMM_DEVICE static u32 upper(u64 half) { return static_cast<u32>(half >> 32); }
   MPICOMM_DEVICE static bool is_special(u64 half) { return (upper(half) | 1u << 31) == kAbsent; }

@@ -6,7 +6,7 @@
 //
 //     abort word       a rank that gives up stores its reason there, in every arena
 //     announcements    of each rank: which launches it has begun, and the tags of its calls
-//     said             to each rank: a copy of the announcements of this rank to it
+//     sent             to each rank: a copy of the announcements of this rank to it
 //     numbers          the number of the last launch, once for each block
 //
 // Three rules hold for all kernels of several ranks:
@@ -30,15 +30,15 @@ namespace mpicomm {
 constexpr u32 kMaxRanks = 8;
 constexpr u32 kMaxBlocks = 256;
 constexpr u64 kAnnouncements = kLineNbytes;  // the offset in an arena, after the line of the abort word
-constexpr u64 kSaid = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
-constexpr u64 kNumbers = kSaid + kMaxRanks * 2 * sizeof(u64);
+constexpr u64 kSentAnnouncements = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
+constexpr u64 kNumbers = kSentAnnouncements + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u64);
 
 struct Team {
   u8* arenas[kMaxRanks];  // the address of every rank's arena on this rank
   Faults faults;
   u64 timeout_ns;
-  u32 names[kMaxRanks];  // the numbers of the ranks in the user's communicator, for fault records
+  u32 user_ranks[kMaxRanks];  // the numbers of the ranks in the user's communicator, for fault records
   u32 size;
   u32 rank;
   u32 tags[kMaxRanks];  // for each rank a hash of this rank's call, in all on which the two must agree
@@ -46,9 +46,9 @@ struct Team {
 
 // The abort word. A rank that gives up stores {operation:8, rank at fault:24, epoch:32}, which is
 // never zero, in the first word of every arena. The stores here pair with the loads in load_health,
-// Patience::lasts, is_told and lasts. Both sides are relaxed: the word is whole, and its reader
+// WaitTimer::may_continue, is_aborted and end_wait. Both sides are relaxed: the word is whole, and its reader
 // needs no other data. A rank does not overwrite a reason, because the first reason is nearest to
-// the cause. Otherwise a rank that hears of a mismatch would replace the mismatch by the message
+// the cause. Otherwise a rank that learns of a mismatch would replace the mismatch by the message
 // that it gives up. If two ranks store at once, either may win, because each has a reason.
 MPICOMM_DEVICE u64* abort_word(const Team& team, u32 owner) { return reinterpret_cast<u64*>(team.arenas[owner]); }
 
@@ -62,7 +62,7 @@ MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
 
 // Whether `word`, the abort word of this rank, says that another rank has given up. If it does,
 // this rank records the same reason.
-MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
+MPICOMM_DEVICE_CALL bool record_abort(const Team& team, u32 block, u64 word) {
   if (word == 0) return false;
   const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
   report_fault({team.faults, 0, operation, word & 0xFFFFFFFFu, block, peer}, 0);
@@ -84,8 +84,8 @@ MPICOMM_DEVICE Health load_health(const Team& team) {
 // the other ranks at once that no more data comes.
 MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health) {
   if (health.abort_word == 0 && health.failed == kClear) return true;
-  if (heed_abort(team, block, health.abort_word)) return false;
-  raise_abort(team, {team.faults, 0, kExchange, 0, block, team.names[team.rank]});
+  if (record_abort(team, block, health.abort_word)) return false;
+  raise_abort(team, {team.faults, 0, kExchange, 0, block, team.user_ranks[team.rank]});
   return false;
 }
 
@@ -115,23 +115,24 @@ MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
 
 // This rank's copy of its announcements to `peer`, in the same order. The next launch of this rank
 // compares them with the announcements of the peer.
-MPICOMM_DEVICE u64* said(const Team& team, u32 peer) {
-  return reinterpret_cast<u64*>(team.arenas[team.rank] + kSaid) + peer * 2;
+MPICOMM_DEVICE u64* sent_announcements(const Team& team, u32 peer) {
+  return reinterpret_cast<u64*>(team.arenas[team.rank] + kSentAnnouncements) + peer * 2;
 }
 
-// Returns the announcement of `launch` to `peer`, and notes it in this rank's copy.
-MPICOMM_DEVICE u64 say(const Team& team, u32 peer, u32 launch) {
+// Returns the announcement of `launch` to `peer`, and stores it in this rank's copy.
+MPICOMM_DEVICE u64 record_announcement(const Team& team, u32 peer, u32 launch) {
   const u64 word = static_cast<u64>(launch) << 32 | team.tags[peer];
-  store_relaxed(said(team, peer) + launch % 2, word);  // relaxed: only the next kernel of this device reads it
+  // Relaxed, because only the next kernel of this device reads it.
+  store_relaxed(sent_announcements(team, peer) + launch % 2, word);
   return word;
 }
 
 // Announces `launch` to `peer`: this rank has begun `launch`, and so has ended the launch before.
-// Pairs with `load_announcements` and `look_at`. The store is relaxed, because the previous launch
+// Pairs with `load_announcements` and `check_announcement`. The store is relaxed, because the previous launch
 // was another kernel. The accesses of that kernel were performed when it ended, and this launch
 // publishes nothing with the word.
 MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
-  store_relaxed(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
+  store_relaxed(announcements(team, peer, team.rank) + launch % 2, record_announcement(team, peer, launch));
 }
 
 // Like `announce`, for a peer that may next touch data of this rank. The peer may read data that
@@ -140,7 +141,7 @@ MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
 // orders the accesses of that kernel only for this device. After a relaxed store, the peer could
 // read old data, or overwrite data while a thread still reads it.
 MPICOMM_DEVICE void announce_all_before(const Team& team, u32 peer, u32 launch) {
-  store_release(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
+  store_release(announcements(team, peer, team.rank) + launch % 2, record_announcement(team, peer, launch));
 }
 
 // The announcements of the last two launches of a rank. A kernel loads both, so that the loads need
@@ -165,8 +166,8 @@ struct Announcements {
 // Loads this rank's copy of its announcements to `peer`. Pairs with the stores in `say` by earlier
 // launches, which have ended. Another block may be storing the word of this launch, so the caller
 // uses only the other word.
-MPICOMM_DEVICE Announcements load_said(const Team& team, u32 peer) {
-  const u64* const words = said(team, peer);
+MPICOMM_DEVICE Announcements load_sent_announcements(const Team& team, u32 peer) {
+  const u64* const words = sent_announcements(team, peer);
   return {{load_relaxed(words), load_relaxed(words + 1)}};
 }
 
@@ -189,20 +190,20 @@ MPICOMM_DEVICE Announcements acquire_announcements(const Team& team, u32 announc
 enum Announced : u32 { kAbsent, kSame, kDifferent };
 
 // Compares `word`, the announcement of `peer` in the word of `launch`, with the call of this rank.
-MPICOMM_DEVICE Announced judge(const Team& team, u32 peer, u32 launch, u64 word) {
-  const u32 said = static_cast<u32>(word >> 32);
+MPICOMM_DEVICE Announced compare_announcement(const Team& team, u32 peer, u32 launch, u64 word) {
+  const u32 announced = static_cast<u32>(word >> 32);
   // A peer that is two launches ahead has overwritten the word. It can be ahead only because it has
   // accepted the announcement of this rank for this launch.
-  if (static_cast<i32>(said - launch) < 0) return kAbsent;
-  return said != launch || static_cast<u32>(word) == team.tags[peer] ? kSame : kDifferent;
+  if (static_cast<i32>(announced - launch) < 0) return kAbsent;
+  return announced != launch || static_cast<u32>(word) == team.tags[peer] ? kSame : kDifferent;
 }
-MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
-  return judge(team, peer, launch, load_relaxed(announcements(team, team.rank, peer) + launch % 2));
+MPICOMM_DEVICE Announced check_announcement(const Team& team, u32 peer, u32 launch) {
+  return compare_announcement(team, peer, launch, load_relaxed(announcements(team, team.rank, peer) + launch % 2));
 }
 
 // Gives up because `peer` made another call than this rank in `launch`. Returns false.
-MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
-  const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.names[peer]};
+MPICOMM_DEVICE_CALL bool report_mismatch(const Team& team, u32 peer, u32 launch) {
+  const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.user_ranks[peer]};
   report_fault(mismatch, 0);
   raise_abort(team, mismatch);
   return false;
@@ -210,26 +211,26 @@ MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
 
 // The time that a wait for ranks has lasted. The waiting thread reads the clock only if the wait
 // lasts long. All this code is out of line, so that the polling loops stay short.
-struct Patience {
+struct WaitTimer {
   u64 start = 0;
-  u64 next_look = 0;
+  u64 next_check = 0;
 
   // Whether to go on waiting for the ranks in `missing`, which is not empty. If the result is
   // false, the kernel must leave: time is up, a missing rank makes another call, or another rank
   // has given up.
-  MPICOMM_DEVICE_CALL bool lasts(const Team& team, u32 launch, u32 missing) {
+  MPICOMM_DEVICE_CALL bool may_continue(const Team& team, u32 launch, u32 missing) {
     const u64 now = clock_ns();
-    if (start == 0) start = next_look = now;
-    if (now < next_look) return true;
-    next_look = now + kLookEvery_ns;
-    if (heed_abort(team, blockIdx.x, load_relaxed(abort_word(team, team.rank)))) return false;
+    if (start == 0) start = next_check = now;
+    if (now < next_check) return true;
+    next_check = now + kCheckEvery_ns;
+    if (record_abort(team, blockIdx.x, load_relaxed(abort_word(team, team.rank)))) return false;
     Watch watch{team.faults, team.timeout_ns, kExchange, launch, blockIdx.x, 0};
     u64 elapsed = now - start;
     bool over = elapsed > team.timeout_ns;
     for (u32 peer = team.size; peer-- > 0;) {
       if (!(missing >> peer & 1)) continue;
-      watch.peer = team.names[peer];
-      if (look_at(team, peer, launch) == kDifferent) {
+      watch.peer = team.user_ranks[peer];
+      if (check_announcement(team, peer, launch) == kDifferent) {
         watch.operation = kMismatch;
         elapsed = 0;
         over = true;
@@ -247,11 +248,11 @@ struct Patience {
 // leave.
 template <class Absent>
 MPICOMM_DEVICE bool await_ranks(const Team& team, u32 launch, Absent absent) {
-  Patience patience;
+  WaitTimer timer;
   for (u32 polls = 0;; ++polls) {
     const u32 missing = absent();
     if (missing == 0) return true;
-    if (polls >= kPollsBeforeClock && !patience.lasts(team, launch, missing)) return false;
+    if (polls >= kPollsBeforeClock && !timer.may_continue(team, launch, missing)) return false;
   }
 }
 

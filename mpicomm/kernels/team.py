@@ -36,7 +36,7 @@ class Team(ctypes.Structure):
         ("arenas", ctypes.c_uint64 * MAX_RANKS),
         ("faults", Faults),
         *u64("timeout_ns"),
-        ("names", ctypes.c_uint32 * MAX_RANKS),
+        ("user_ranks", ctypes.c_uint32 * MAX_RANKS),
         *u32("size", "rank"),
         ("tags", ctypes.c_uint32 * MAX_RANKS),
     ]

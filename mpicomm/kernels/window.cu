@@ -24,8 +24,8 @@ constexpr u32 kLockRow = 9;  // after the rows of three kinds of counts
 
 struct Synchronisation {
   u64* const* boards;  // the address of every rank's board on this rank
-  u64 signals;  // the ranks that the step signals, or whose lock it gives up: bit r stands for rank r
-  u64 waits;    // the ranks for which the step waits, or whose lock it takes
+  u64 signals;  // the ranks that the step signals, or whose lock it releases: bit r stands for rank r
+  u64 waits;    // the ranks for which the step waits, or whose lock it acquires
   u64 timeout_ns;
   FaultRecord* record;
   const u32* failed;
@@ -42,7 +42,7 @@ MPICOMM_DEVICE u64* row(const Synchronisation& x, u32 owner, u32 number) {
   return x.boards[owner] + (x.kind * kRowsOfCounts + number) * kRowWords;
 }
 
-MPICOMM_DEVICE void meet_ranks(const Synchronisation& x) {
+MPICOMM_DEVICE void synchronise_ranks(const Synchronisation& x) {
   const u32 peer = threadIdx.x;
   // After a failed wait this rank may have computed with data that never came, so it sends no more
   // signals. Then its peers run out of time and raise, instead of reading wrong data. Pairs with
@@ -71,30 +71,32 @@ MPICOMM_DEVICE void meet_ranks(const Synchronisation& x) {
   }
 }
 
-MPICOMM_DEVICE void take_or_give_locks(const Synchronisation& x) {
+MPICOMM_DEVICE void release_and_acquire_locks(const Synchronisation& x) {
   const u32 owner = threadIdx.x;
-  const bool gives = has(x.signals, owner), takes = has(x.waits, owner);
-  Lock* const lock = gives || takes ? reinterpret_cast<Lock*>(x.boards[owner] + kLockRow * kRowWords) : nullptr;
+  const bool releases = has(x.signals, owner), acquires = has(x.waits, owner);
+  Lock* const lock = releases || acquires ? reinterpret_cast<Lock*>(x.boards[owner] + kLockRow * kRowWords) : nullptr;
   Watch watch{{x.record, x.failed}, x.timeout_ns, x.operation, 0, 0, owner};
   // As above: after a failed wait the memory behind the lock may be incomplete. So this rank neither
-  // takes a lock nor gives one up, and the next rank that waits for the lock raises.
-  if (takes && x.yields != 0 && load_relaxed(x.failed) == kClear) yield_to_waiting(lock, watch);
-  // No thread takes a lock before all threads have let other ranks pass. Otherwise this rank could
+  // acquires nor releases a lock, and the next rank that waits for the lock raises.
+  if (acquires && x.yields != 0 && load_relaxed(x.failed) == kClear) yield_to_waiting(lock, watch);
+  // No thread acquires a lock before all threads have let other ranks pass. Otherwise this rank could
   // hold one lock while it lets a rank pass at another lock. That rank may wait for the first lock.
   __syncthreads();
   if (load_relaxed(x.failed) != kClear) return;
-  if (gives) give_lock(lock, x.rank, x.exclusive != 0);
-  if (takes) take_lock(lock, x.rank, x.exclusive != 0, watch);
+  if (releases) release_lock(lock, x.rank, x.exclusive != 0);
+  if (acquires) acquire_lock(lock, x.rank, x.exclusive != 0, watch);
 }
 
 }  // namespace mpicomm
 
 extern "C" __global__ void __launch_bounds__(mpicomm::kWindowThreads)
-    mpicomm_window_meet(const __grid_constant__ mpicomm::Synchronisation);
+    mpicomm_window_synchronise(const __grid_constant__ mpicomm::Synchronisation);
 extern "C" __global__ void __launch_bounds__(mpicomm::kWindowThreads)
     mpicomm_window_lock(const __grid_constant__ mpicomm::Synchronisation);
 
-MPICOMM_KERNEL void mpicomm_window_meet(const __grid_constant__ mpicomm::Synchronisation x) { mpicomm::meet_ranks(x); }
+MPICOMM_KERNEL void mpicomm_window_synchronise(const __grid_constant__ mpicomm::Synchronisation x) {
+  mpicomm::synchronise_ranks(x);
+}
 MPICOMM_KERNEL void mpicomm_window_lock(const __grid_constant__ mpicomm::Synchronisation x) {
-  mpicomm::take_or_give_locks(x);
+  mpicomm::release_and_acquire_locks(x);
 }

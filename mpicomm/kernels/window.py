@@ -43,10 +43,10 @@ def lock_of(board: int) -> LockWords:
     return LockWords.from_address(board + LOCK_ROW * ROW_WORDS * WORD_NBYTES)
 
 
-MEET_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_meet", options_for(None))
+SYNCHRONISE_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_synchronise", options_for(None))
 """Signals ranks, then waits for ranks."""
 LOCK_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_lock", options_for(None))
-"""Gives up locks, then takes locks."""
+"""Releases locks, then acquires locks."""
 
 
 ACCUMULATE_THREADS = 256  # kAccumulateThreads in accumulate.cu; a test compares them

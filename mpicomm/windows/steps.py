@@ -100,7 +100,7 @@ class Steps:
         limits = backend.timeout_ns, faults.record, faults.failed
         self._arguments = kernels.SynchronisationArguments(int(self._table.data.ptr), 0, 0, *limits, rank)
         self._threads = threading.Lock()  # threads may call a window at once
-        self._meet = backend.launcher(kernels.MEET_KERNEL, self._arguments)
+        self._meet = backend.launcher(kernels.SYNCHRONISE_KERNEL, self._arguments)
         self._lock = backend.launcher(kernels.LOCK_KERNEL, self._arguments)
         self.run_update = cache(partial(RunUpdate, backend))
         """Returns the launches that update consecutive elements. The first call loads their kernel."""

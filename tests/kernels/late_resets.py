@@ -42,8 +42,8 @@ struct Fences {""",
     ),
     Change(
         "fences.cuh",
-        "void say(u32 worker, u32 turns) {",
-        """void say(u32 worker, u32 turns) {
+        "void publish(u32 worker, u32 turns) {",
+        """void publish(u32 worker, u32 turns) {
     for (u32 i = 0; i < late().count; ++i) late().all[i].asked |= late().all[i].worker == worker;
     if (turns == kLeft) put_back([](const Late& each, u32 me) { return each.worker == me; }, worker);""",
     ),
@@ -55,18 +55,18 @@ struct Fences {""",
     ),
     Change(
         "packet_worker.cuh",
-        "for (u32 each = 0; each < kPackets; ++each) Protocol::give_back(taken + each * kSharers);",
+        "for (u32 each = 0; each < kPackets; ++each) Protocol::reset_slot(taken + each * kSharers);",
         """for (u32 each = 0; each < kPackets; ++each) {
         auto* const slot = taken + each * kSharers;
-        const auto reset = [](void* at) { Protocol::give_back(static_cast<decltype(slot)>(at)); };
+        const auto reset = [](void* at) { Protocol::reset_slot(static_cast<decltype(slot)>(at)); };
         if constexpr (kLaps) add_late(threadIdx.x, reset, slot);
         else reset(slot);
       }""",
     ),
     Change(
         "scales.cuh",
-        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
-        """ScaleWord* const taken = worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place);
+        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), slot_index), 0);",
+        """ScaleWord* const taken = worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), slot_index);
         const auto reset = [](void* at) { store_volatile(static_cast<ScaleWord*>(at), 0); };
         if constexpr (kLaps) add_late(threadIdx.x, reset, taken);
         else reset(taken);""",

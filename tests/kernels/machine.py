@@ -184,7 +184,7 @@ class Machine:
         """Return the team for a rank's kernels, as if these ranks were part of a larger communicator."""
         team = Team(faults=self.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
         for owner, address in enumerate(self.addresses(arenas, rank)):
-            team.arenas[owner], team.names[owner] = address, 10 + owner
+            team.arenas[owner], team.user_ranks[owner] = address, 10 + owner
         return team
 
     def allocate(self, rank: int, nbytes: int, *, offset: int = 0) -> Place:

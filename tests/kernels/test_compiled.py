@@ -31,9 +31,9 @@ from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
     LOCATING,
     LOCK_KERNEL,
-    MEET_KERNEL,
     MOVING,
     SWAPPED_SIZES,
+    SYNCHRONISE_KERNEL,
     accumulate_kernel,
     swap_kernel,
 )
@@ -54,7 +54,7 @@ _FLOATS = (("float16", "prod"), ("float32", "sum"), ("float64", "sum"), ("comple
 _UPDATES = [accumulate_kernel(reduction, 0) for reduction in (*_INTEGERS, *_FLOATS)]
 _UPDATES += [accumulate_kernel((f"pair_{of}", op), 0) for of, op in zip(("f4", "i2"), LOCATING, strict=True)]
 _UPDATES += [accumulate_kernel(("any", MOVING[number % 2]), nbytes) for number, nbytes in enumerate((1, 4, 16))]
-_UPDATES += [*map(swap_kernel, SWAPPED_SIZES[:: len(SWAPPED_SIZES) - 1]), MEET_KERNEL, LOCK_KERNEL]
+_UPDATES += [*map(swap_kernel, SWAPPED_SIZES[:: len(SWAPPED_SIZES) - 1]), SYNCHRONISE_KERNEL, LOCK_KERNEL]
 UPDATES = [(variant, CAPABILITIES[number % len(CAPABILITIES)]) for number, variant in enumerate(_UPDATES)]
 WIDEST = ("complex128", "prod")
 BF16, FP8 = "bfloat16", "float8_e4m3fn"

@@ -138,6 +138,6 @@ PLACES = {
         "float64",
         Change("finish.cuh", "finished + index_of(array + at)", "finished + index_of(reduced + at)"),
     ),
-    "to ranks that reduce others": ("float64", Change("packet_worker.cuh", "chosen(units, entry)", "units[1]")),
+    "to ranks that reduce others": ("float64", Change("packet_worker.cuh", "select(units, entry)", "units[1]")),
 }
 test_an_epilogue_that_forgets_where_its_shard_begins_is_found = controls(run_places, PLACES)

@@ -228,7 +228,7 @@ FAILURES = {
     ),
     "packet of an earlier launch": Change(
         "experts_dispatch.cuh",
-        "return FlagProtocol::has_come(packet, static_cast<u32>(turn.number));",
+        "return FlagProtocol::has_arrived(packet, static_cast<u32>(turn.number));",
         "return packet.first >> 32 != 0;",
     ),
     "launch not counted": Change(
@@ -392,7 +392,7 @@ RACES_IN_PACKETS = {
 }
 FAILURES_IN_PACKETS = {
     "slots not reset": Change("sentinels.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
-    "packets taken before they have come": Change("experts_packets.cuh", "all &= Pushed::has_come(packet, {});", ""),
+    "packets taken before they have come": Change("experts_packets.cuh", "all &= Pushed::has_arrived(packet, {});", ""),
     "half of a packet taken": Change("sentinels.cuh", " && upper(packet.second) != kAbsent", ""),
     "header of an earlier launch": FAILURES["packet of an earlier launch"],
     "one slot for headers of all launches": Change("experts_headers.cuh", "2 * header + turn.parity()", "2 * header"),

@@ -160,22 +160,22 @@ IN_CHAINS = {
         "chain.cu", "awaited = sent - kChainSlots;", "awaited = sent - kChainSlots - 1;"
     ),
     "credit for a slot of which there is more": Change(
-        "chain.cu", "    if (batch == 0) passing.end_slot();", "    if (batch == 1) passing.end_slot();"
+        "chain.cu", "    if (batch == 0) forwarder.end_slot();", "    if (batch == 1) forwarder.end_slot();"
     ),
     "a batch more than a slot holds": Change("chain.cu", "if (++batch == x.batches)", "if (++batch > x.batches)"),
-    "ones not put back": Change("chain.cu", "Protocol::give_back(incoming + row * kLanes);", ""),
+    "ones not put back": Change("chain.cu", "Protocol::reset_slot(incoming + row * kLanes);", ""),
     "packets looked at once": Change(
         "chain.cu",
-        "if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;",
-        "have_come();",
+        "if (!await_together(x.team, x.watch(x.previous, received), lane, have_arrived)) return false;",
+        "have_arrived();",
     ),
     "own contribution of the next batch": Change(
         "chain.cu",
         "    Rows<Packet> out = own;\n",
         "    load_own(begin + x.stride());\n    Rows<Packet> out = own;\n",
     ),
-    "count not advanced": Change("chain.cu", "if (lane == 0 && place.sends) *x.count", "if (false) *x.count"),
-    "no credit for a slot that is not full": Change("chain.cu", "  if (batch != 0) passing.end_slot();\n", ""),
+    "count not advanced": Change("chain.cu", "if (lane == 0 && hop.sends) *x.count", "if (false) *x.count"),
+    "no credit for a slot that is not full": Change("chain.cu", "  if (batch != 0) forwarder.end_slot();\n", ""),
 }
 
 

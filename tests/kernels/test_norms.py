@@ -209,7 +209,7 @@ def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, a
     run_norms(builds, algorithm, LONG[2:], 7, changes=right)
 
 
-READ_EARLY = Change("norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }")
+READ_EARLY = Change("norm.cuh", "{ return named_barrier(barrier, kNormThreads, ok); }", "{ return ok; }")
 SHORT = ((40, 272), (7, STEP_NBYTES + 16))
 SUMS = {
     "read before they are there": ("one_shot", SHORT, READ_EARLY),
@@ -230,10 +230,10 @@ SILENT = Change(
     "if (at >= m.send_nbytes[to]) continue;",
     "if (at >= m.send_nbytes[to] || (rank == 1 && threadIdx.x == 5 && blockIdx.x == 0 && at >= 8192)) continue;",
 )
-WORD = "if constexpr (kLaps) fences.say(thread, fences.kLeft);"
+WORD = "if constexpr (kLaps) fences.publish(thread, fences.kLeft);"
 ALONE = {  # with slots for all steps, and with laps
     "without the others": (8, Change("packets.cu", "if (!took) leave();", "")),
-    "with no word to the overseer": (7, Change("packets.cu", f"{WORD}\n    meet", "meet")),
+    "with no word to the overseer": (7, Change("packets.cu", f"{WORD}\n    row_barrier", "row_barrier")),
 }
 LEAVES = {f"{name}-{way}": (way, laps, [SILENT, each]) for name, (laps, each) in ALONE.items() for way in BOTH}
 ROW = 8 * STEP_NBYTES
@@ -297,11 +297,11 @@ def test_two_groups_of_threads_share_rows_only_between_two_ranks_in_one_shot() -
 
 
 def no_barrier(comment: str) -> Change:
-    return Change("norm.cuh", f"{comment}\n    meet(barrier, kNormThreads, true);", "\n")
+    return Change("norm.cuh", f"{comment}\n    named_barrier(barrier, kNormThreads, true);", "\n")
 
 
 BARRIERS = {
-    "before the squares are there": (CASES[0], no_barrier("as in `meet_at_end`.")),
+    "before the squares are there": (CASES[0], no_barrier("as in `row_barrier`.")),
     "before the magnitudes are there": (CASES[-1], no_barrier("a smaller scale.")),
 }
 

@@ -203,7 +203,7 @@ NANS = {
     "sent as they are": Change("sentinels.cuh", "packet.second ^= kSign;\n    return", ";\n    return"),
 }
 PACES = {
-    "not said": Change(SOURCE, "worker.pace(a_at, a_place);", ";"),
+    "not said": Change(SOURCE, "worker.pace(a_at, a_slot);", ";"),
     "not heard": Change(SOURCE, "b_ranks |= m.paced", "b_ranks |= 0"),
     "a third as often": Change(SOURCE, "return sum_of_both(x) - slack_of(x);", "return 2 * sum_of_both(x);"),
 }
@@ -217,8 +217,8 @@ FENCES = {
         *LATE,
         Change(
             SOURCE,
-            "(turn + slack_of(x) == paces_at) {\n        fences.say(thread, turn);",
-            "(turn + slack_of(x) + 1 == paces_at) {\n        fences.say(thread, turn + 1);",
+            "(turn + slack_of(x) == paces_at) {\n        fences.publish(thread, turn);",
+            "(turn + slack_of(x) + 1 == paces_at) {\n        fences.publish(thread, turn + 1);",
         ),
     ],
 }
@@ -325,7 +325,7 @@ SCALES = "scales.cuh"
 WITH_SCALES = {
     "not put back": Change(
         SCALES,
-        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
+        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), slot_index), 0);",
         "",
     ),
     "put back before all threads have it": Change(

@@ -226,7 +226,7 @@ WRONG = {
 WRONG_IN_PACKETS = {
     "count of sent packets not advanced": Change("sendrecv.cu", "*count = epoch;\n    }", "}"),
     "count of taken packets not advanced": Change("sendrecv.cu", "if (thread == 0) *count = epoch;", ""),
-    "packets taken before they have come": Change("sendrecv.cu", "all &= Protocol::has_come", "Protocol::has_come"),
+    "packets taken too early": Change("sendrecv.cu", "all &= Protocol::has_arrived", "Protocol::has_arrived"),
     "no credit for packets": Change("sendrecv.cu", "word_of(last, 0));", "word_of(last - 4, 0));"),
     "one slot for packets": Change("sendrecv.cu", "+ epoch % kSendrecvSlots * kPacketsOfSlot", ""),
     "slots not wiped": Change("sendrecv.cu", "\n    wipe(epoch);", ""),

@@ -19,8 +19,8 @@ from mpicomm.kernels.window import (
     FENCE,
     LOCK,
     LOCK_KERNEL,
-    MEET_KERNEL,
     START,
+    SYNCHRONISE_KERNEL,
     WAIT,
     WINDOW_THREADS,
     LockWords,
@@ -98,7 +98,7 @@ class Boards(WordsRig):
         super().__init__(builds, size, changes, timeout_s)
         self.boards = [self.machine.allocate(rank, BOARD_NBYTES) for rank in range(size)]
         self.tables = [self.machine.table(self.boards, rank) for rank in range(size)]
-        self._kernels = {each: kernel_of(builds, each, changes) for each in (MEET_KERNEL, LOCK_KERNEL)}
+        self._kernels = {each: kernel_of(builds, each, changes) for each in (SYNCHRONISE_KERNEL, LOCK_KERNEL)}
 
     def step(
         self,
@@ -219,7 +219,7 @@ class Fences(Boards):
         others = [each for each in range(self.size) if each != rank]
         self.write(rank, self.machine.address(following, self.words[following], rank), number)
         for act in ("write", "read"):
-            self.step(MEET_KERNEL, rank, FENCE, signals=others, waits=others, nap_us=nap_us)
+            self.step(SYNCHRONISE_KERNEL, rank, FENCE, signals=others, waits=others, nap_us=nap_us)
             if act == "write":
                 self.add(rank, self.words[rank].address)
 
@@ -229,11 +229,11 @@ class Groups(Boards):
 
     def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
         following, previous = self.neighbours(rank)
-        self.step(MEET_KERNEL, rank, START, kind=1, signals=[previous])
-        self.step(MEET_KERNEL, rank, START, kind=1, waits=[following], nap_us=nap_us)
+        self.step(SYNCHRONISE_KERNEL, rank, START, kind=1, signals=[previous])
+        self.step(SYNCHRONISE_KERNEL, rank, START, kind=1, waits=[following], nap_us=nap_us)
         self.write(rank, self.machine.address(following, self.words[following], rank), number)
-        self.step(MEET_KERNEL, rank, WAIT, kind=2, signals=[following], nap_us=nap_us)
-        self.step(MEET_KERNEL, rank, WAIT, kind=2, waits=[previous])
+        self.step(SYNCHRONISE_KERNEL, rank, WAIT, kind=2, signals=[following], nap_us=nap_us)
+        self.step(SYNCHRONISE_KERNEL, rank, WAIT, kind=2, waits=[previous])
         self.add(rank, self.words[rank].address)
 
 
@@ -320,7 +320,7 @@ TAKE = "compare_and_swap_acquire(&lock->holders"
 OF_LOCKS: dict[str, Change | list[Change]] = {
     "release turned relaxed": Change("window_lock.cuh", "fetch_and_release(&lock", "fetch_and(&lock"),
     "acquire turned relaxed": Change("window_lock.cuh", TAKE, TAKE.replace("_acquire", "")),
-    "no wait": Change("window_lock.cuh", "if (spin_until(taken, watch)) {", "if (taken()) {"),
+    "no wait": Change("window_lock.cuh", "if (spin_until(acquired, watch)) {", "if (acquired()) {"),
     "lock taken that another rank holds": [
         Change("window_lock.cuh", "if (holders != 0 || first != rank) {", "if (first != rank) {"),
         Change("window_lock.cuh", "<< kExclusiveShift) == 0;\n  };\n  if", "<< kExclusiveShift) != 1;\n  };\n  if"),
@@ -331,7 +331,7 @@ OF_SHARED: dict[str, Change | list[Change]] = {
         Change("window_lock.cuh", "fetch_or_acquire(&lock", "fetch_or(&lock"),
         Change("window_lock.cuh", "holders = load_acquire(&lock", "holders = load_relaxed(&lock"),
     ],
-    "no wait": Change("window_lock.cuh", "if (!spin_until(taken, watch)) fetch_and(", "if (false) fetch_and("),
+    "no wait": Change("window_lock.cuh", "if (!spin_until(acquired, watch)) fetch_and(", "if (false) fetch_and("),
     "no bit": Change("window_lock.cuh", "u64 holders = fetch_or_acquire(&lock->holders, me);", "u64 holders = 0;"),
 }
 MISTAKES: dict[str, tuple[type[WordsRig], Change | list[Change]]] = {
@@ -378,8 +378,8 @@ def test_sender_that_is_missing_is_named_and_nothing_more_is_said(builds: Builds
 
 def test_rank_that_does_not_come_is_named_and_is_sent_nothing_more(builds: Builds) -> None:
     boards = Boards(builds, 2)
-    boards.step(MEET_KERNEL, 0, WAIT, kind=2, waits=[1], timeout_s=0.2)
-    boards.step(MEET_KERNEL, 0, FENCE, signals=[1], waits=[1])
+    boards.step(SYNCHRONISE_KERNEL, 0, WAIT, kind=2, waits=[1], timeout_s=0.2)
+    boards.step(SYNCHRONISE_KERNEL, 0, FENCE, signals=[1], waits=[1])
     with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=7, sequence=1, block=0, peer=1"):
         boards.machine.run(limit_s=10)
     assert not boards.boards[1].bytes.any()
@@ -411,7 +411,7 @@ def test_rank_that_holds_a_lock_for_ever_is_named(builds: Builds) -> None:
 
 
 GIVES_WAY = Change("window_lock.cuh", "if (holders != 0 || first != rank) {", "if (holders != 0) {")
-YIELDS = Change("window.cu", "if (takes && x.yields != 0 &&", "if (false &&")
+YIELDS = Change("window.cu", "if (acquires && x.yields != 0 &&", "if (false &&")
 
 
 def gives_way(builds: Builds, last: int, changes: list[Change]) -> bool:
@@ -470,9 +470,9 @@ def waits_for_one_turn(builds: Builds, changes: list[Change]) -> bool:
     """Return whether rank 1, which shares a lock, waits for one turn although rank 2 waits for ever."""
     boards = Boards(builds, 3, changes)
     boards.lock(0).waiting, boards.lock(0).last = set_of(2), 2
-    boards.step(MEET_KERNEL, 1, FENCE, signals=[0])
+    boards.step(SYNCHRONISE_KERNEL, 1, FENCE, signals=[0])
     boards.step(LOCK_KERNEL, 1, LOCK, waits=[0], yields=True, timeout_s=2)
-    boards.step(MEET_KERNEL, 0, FENCE, waits=[1])
+    boards.step(SYNCHRONISE_KERNEL, 0, FENCE, waits=[1])
     boards.step(LOCK_KERNEL, 0, LOCK, waits=[0], exclusive=True, nap_us=500_000)  # rank 1 waits meanwhile
     boards.step(LOCK_KERNEL, 0, LOCK, signals=[0], exclusive=True)
     with contextlib.suppress(RunFailedError):

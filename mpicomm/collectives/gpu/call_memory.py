@@ -69,7 +69,7 @@ def team_of(backend: GpuBackend, node: Group, arenas: Iterable[int]) -> Team:
     """Return the team of this rank. ``arenas`` has the address of each rank's arena."""
     team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
     for index, (arena, name) in enumerate(zip(arenas, node.ranks, strict=True)):
-        team.arenas[index], team.names[index] = arena, name
+        team.arenas[index], team.user_ranks[index] = arena, name
     return team
 
 

@@ -164,7 +164,7 @@ class WindowDevice(ThreadDevice):
         assert blocks > 0 and threads > 0
         given = type(arguments).from_buffer_copy(arguments)
         carriers: dict[str, Callable[[Any, Variant], None]] = {
-            "mpicomm_window_meet": self._meet,
+            "mpicomm_window_synchronise": self._meet,
             "mpicomm_window_lock": self._lock,
             "mpicomm_accumulate": self._accumulate,
             "mpicomm_compare_and_swap": self._swap,

@@ -62,7 +62,7 @@ class Device:
     def __init__(self, rank: int, size: int, *, regions: bool = True, blocks: int = 132, speed: float = 1.0) -> None:
         team = Team(size=size, rank=rank, timeout_ns=7)
         for index in range(size):
-            team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
+            team.arenas[index], team.user_ranks[index] = (index + 1) << 40, index + 3
         self.domain = Domain(team, Arena(size, regions=regions), blocks, speed, most_staged_nbytes=1 << 30)
         self.launched: list[Any] = []
         backend: Any = SimpleNamespace(scratch=lambda nbytes: (1 << 60) + nbytes)

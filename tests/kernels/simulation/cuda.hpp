@@ -33,7 +33,7 @@ constexpr int warpSize = 32;
 
 #define MPICOMM_YIELD() ::cpu::yield()
 #define MPICOMM_CLOCK_NS() ::cpu::clock_ns()
-#define MPICOMM_MEET(number, threads, ok) ::cpu::meet_some(number, threads, ok)
+#define MPICOMM_NAMED_BARRIER(number, threads, ok) ::cpu::meet_some(number, threads, ok)
 
 using dim3 = cpu::Index;
 

@@ -78,7 +78,7 @@ MPICOMM_DEVICE bool receive_packets(
       }
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
-        if (first + i * stride < nbytes) all = all && FlagProtocol::has_come(packets[i], epoch);
+        if (first + i * stride < nbytes) all = all && FlagProtocol::has_arrived(packets[i], epoch);
       }
       return all;
     };

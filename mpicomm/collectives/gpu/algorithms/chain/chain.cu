@@ -83,7 +83,7 @@ struct Hop {
 
 struct Chain {
   Team team;
-  Hop places[2];  // the second is for a rank that is first and last
+  Hop hops[2];  // the second is for a rank that is first and last
   u64 nbytes;
   u64 batch_nbytes;       // at most kBatchNbytes
   u8* memory[kMaxRanks];  // the memory of every rank for chains, as mapped on this rank; its counts come first
@@ -116,14 +116,14 @@ struct Chain {
     return memory[owner] + slots + channels * kChainSlots * slot_nbytes + begin / kPacketNbytes;
   }
 
-  MPICOMM_DEVICE const Hop& place() const { return places[blockIdx.x / blocks]; }
+  MPICOMM_DEVICE const Hop& hop() const { return hops[blockIdx.x / blocks]; }
   // The channel of this thread's warp.
   MPICOMM_DEVICE u32 channel() const { return threadIdx.x / kLanes * blocks + blockIdx.x % blocks; }
   // The distance from one batch of a channel to the next.
   MPICOMM_DEVICE u64 stride() const { return static_cast<u64>(blockDim.x / kLanes) * blocks * batch_nbytes; }
   // The entries of a fault record for a wait until `peer` comes to `epoch`.
   MPICOMM_DEVICE Watch watch(u32 peer, u32 epoch) const {
-    return {team.faults, team.timeout_ns, kExchange, epoch, blockIdx.x, team.names[peer]};
+    return {team.faults, team.timeout_ns, kExchange, epoch, blockIdx.x, team.user_ranks[peer]};
   }
 };
 
@@ -133,9 +133,9 @@ struct Rows {
 };
 
 // The work of one warp: it takes packets, reduces them and sends them on.
-struct Passing {
+struct Forwarder {
   const Chain& x;
-  const Hop place;
+  const Hop hop;
   const u32 lane, channel;
   u32 received, sent;  // the epochs of the last slots received and sent
   u32 credit = sent - kChainSlots;  // the least credit that this rank has
@@ -147,7 +147,7 @@ struct Passing {
 
   // Whether a batch has all kBatchPackets packets, and each of them is one access to the arrays.
   MPICOMM_DEVICE bool is_whole(u64 begin) const {
-    return end(begin) - begin == kBatchNbytes && (width_of(place.own) & width_of(place.output)) == kPacketNbytes;
+    return end(begin) - begin == kBatchNbytes && (width_of(hop.own) & width_of(hop.output)) == kPacketNbytes;
   }
 
   // Calls `each(row, offset)` for the packets of this lane in the batch at `begin`.
@@ -163,11 +163,11 @@ struct Passing {
   template <bool whole>
   MPICOMM_DEVICE void load_own(u64 begin) {
     for_packets<whole>(begin, [&](u32 row, u64 at) {
-      own.of[row] = whole ? load_aligned(place.own + at) : load_unit(place.own, width_of(place.own), at, x.nbytes);
+      own.of[row] = whole ? load_aligned(hop.own + at) : load_unit(hop.own, width_of(hop.own), at, x.nbytes);
     });
   }
   MPICOMM_DEVICE void load_own(u64 begin) {
-    if (place.own == nullptr || begin >= x.nbytes) return;
+    if (hop.own == nullptr || begin >= x.nbytes) return;
     if (is_whole(begin)) load_own<true>(begin);
     else load_own<false>(begin);
   }
@@ -201,11 +201,11 @@ struct Passing {
       const bool escaped = (whole || at < end(begin)) && Protocol::has_escape(in.of[row]);
       u8* const escape = x.escape(x.team.rank, incoming + row * kLanes);
       u32 code = 0;
-      const auto has_come = [&] {
+      const auto has_arrived = [&] {
         if (escaped) code = load_volatile(escape);  // pairs with the store in store_escaped; only the byte counts
         return !escaped || code != 0;
       };
-      ok = ok && await_together(x.team, x.watch(x.previous, received), lane, has_come);
+      ok = ok && await_together(x.team, x.watch(x.previous, received), lane, has_arrived);
       if (!ok || !escaped) continue;
       in.of[row] = unescaped(in.of[row], code);
       // This rank resets the escape together with the packets, before the credit for the slot. A
@@ -223,33 +223,33 @@ struct Passing {
   // Takes, reduces, sends on and keeps the batch that begins at `begin`. Returns false if the
   // kernel must leave.
   template <bool whole>
-  MPICOMM_DEVICE bool pass_on(u64 begin) {
+  MPICOMM_DEVICE bool forward(u64 begin) {
     Rows<Packet> out = own;
-    if (place.receives) {
+    if (hop.receives) {
       Rows<Pair> in;
-      const auto have_come = [&] {
+      const auto have_arrived = [&] {
         bool come = true;
         for_packets<whole>(begin, [&](u32 row, u64) { in.of[row] = load_volatile(incoming + row * kLanes); });
-        for_packets<whole>(begin, [&](u32 row, u64) { come &= Protocol::has_come(in.of[row], {}); });
+        for_packets<whole>(begin, [&](u32 row, u64) { come &= Protocol::has_arrived(in.of[row], {}); });
         return come;
       };
-      if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;
+      if (!await_together(x.team, x.watch(x.previous, received), lane, have_arrived)) return false;
       bool escaped = false;
       for_packets<whole>(begin, [&](u32 row, u64) { escaped |= Protocol::has_escape(in.of[row]); });
       if (__any_sync(kWarp, escaped) && !take_escapes<whole>(begin, in)) return false;
-      for_packets<whole>(begin, [&](u32 row, u64) { Protocol::give_back(incoming + row * kLanes); });
+      for_packets<whole>(begin, [&](u32 row, u64) { Protocol::reset_slot(incoming + row * kLanes); });
       incoming += kBatchPackets;
       for_packets<whole>(begin, [&](u32 row, u64) {
         out.of[row] = Protocol::unit(in.of[row]);
         // The packet that comes is the reduction of all previous ranks. This rank's contribution
         // comes second, so the reduction keeps the order of ranks.
 #if defined(MPICOMM_DTYPE)
-        if (place.own != nullptr) out.of[row] = reduce_packets(out.of[row], own.of[row]);
+        if (hop.own != nullptr) out.of[row] = reduce_packets(out.of[row], own.of[row]);
 #endif
       });
     }
     load_own(begin + x.stride());  // these loads are in flight during the rest of this batch
-    if (place.sends) {
+    if (hop.sends) {
       Rows<Pair> going;
       bool escapes = false;
       for_packets<whole>(begin, [&](u32 row, u64) {
@@ -263,10 +263,10 @@ struct Passing {
       }
       outgoing += kBatchPackets;
     }
-    if (place.output != nullptr) {
+    if (hop.output != nullptr) {
       for_packets<whole>(begin, [&](u32 row, u64 at) {
-        if constexpr (whole) store_aligned(place.output + at, out.of[row]);
-        else store_unit(place.output, width_of(place.output), at, x.nbytes, out.of[row]);
+        if constexpr (whole) store_aligned(hop.output + at, out.of[row]);
+        else store_unit(hop.output, width_of(hop.output), at, x.nbytes, out.of[row]);
       });
     }
     return true;
@@ -275,24 +275,24 @@ struct Passing {
   // Begins the next slot for receiving and for sending. `first` is whether the launch begins with
   // it. Returns false if the kernel must leave.
   MPICOMM_DEVICE bool begin_slot(bool first) {
-    received += place.receives;
-    sent += place.sends;
-    if (place.receives) incoming = packets(x.team.rank, received);
-    if (place.sends) outgoing = packets(x.next, sent);
-    if (place.sends && !await_credit()) return false;
+    received += hop.receives;
+    sent += hop.sends;
+    if (hop.receives) incoming = packets(x.team.rank, received);
+    if (hop.sends) outgoing = packets(x.next, sent);
+    if (hop.sends && !await_credit()) return false;
     // Pairs with the next rank's load in await_epoch below. The store is relaxed, because the
     // reader needs only this word, and so the store publishes nothing.
-    if (place.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
+    if (hop.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
     if (!first) return true;
     bool same = true;
-    if (place.receives && lane == 0) {
+    if (hop.receives && lane == 0) {
       same = await_epoch(x.team, x.flag(x.team.rank, channel, received), x.watch(x.previous, received), x.tag, ~0u);
     }
     return __all_sync(kWarp, same);
   }
 
   MPICOMM_DEVICE void end_slot() {
-    if (!place.receives) return;
+    if (!hop.receives) return;
     // The store of credit pairs with the previous rank's load in await_credit. The barrier orders
     // the resets of all lanes before the fence of one lane. The fence orders the resets before the
     // credit. Without it the resets could arrive late and wipe out the next packets of the previous
@@ -319,33 +319,33 @@ MPICOMM_DEVICE void run(const Chain& x) {
   // anything.
   Health health;
   if (lane == 0) health = load_health(x.team);
-  const Hop& place = x.place();
-  Passing passing{
+  const Hop& hop = x.hop();
+  Forwarder forwarder{
       x,
-      place,
+      hop,
       lane,
       channel,
-      place.receives ? *x.count(false, channel) : 0,
-      place.sends ? *x.count(true, channel) : 0,
+      hop.receives ? *x.count(false, channel) : 0,
+      hop.sends ? *x.count(true, channel) : 0,
   };
-  passing.load_own(first);
+  forwarder.load_own(first);
   if (!__all_sync(kWarp, lane != 0 || is_healthy(x.team, blockIdx.x, health))) return;
 
   u32 batch = 0;
   for (u64 begin = first; begin < x.nbytes; begin += x.stride()) {
-    if (batch == 0 && !passing.begin_slot(begin == first)) return;
-    const bool ok = passing.is_whole(begin) ? passing.pass_on<true>(begin) : passing.pass_on<false>(begin);
+    if (batch == 0 && !forwarder.begin_slot(begin == first)) return;
+    const bool ok = forwarder.is_whole(begin) ? forwarder.forward<true>(begin) : forwarder.forward<false>(begin);
     if (!ok) return;
     if (++batch == x.batches) batch = 0;
-    if (batch == 0) passing.end_slot();
+    if (batch == 0) forwarder.end_slot();
   }
-  if (batch != 0) passing.end_slot();
+  if (batch != 0) forwarder.end_slot();
   // The next kernel of this kind reads the counts after this kernel is over, on any stream. All
   // lanes have read the counts above. The votes since then order no memory, so without this barrier
   // a lane could read a new count.
   __syncwarp(kWarp);
-  if (lane == 0 && place.receives) *x.count(false, channel) = passing.received;
-  if (lane == 0 && place.sends) *x.count(true, channel) = passing.sent;
+  if (lane == 0 && hop.receives) *x.count(false, channel) = forwarder.received;
+  if (lane == 0 && hop.sends) *x.count(true, channel) = forwarder.sent;
 }
 
 }  // namespace mpicomm

@@ -30,7 +30,7 @@ class ChainArguments(ctypes.Structure):
 
     _fields_ = [
         ("team", Team),
-        ("places", HopArguments * 2),
+        ("hops", HopArguments * 2),
         *u64("nbytes", "batch_nbytes"),
         ("memory", ctypes.c_uint64 * MAX_RANKS),
         *u64("credits", "flags", "slots", "slot_nbytes"),
@@ -98,8 +98,8 @@ class ChainLauncher(KernelTemplate, FormLauncher):
         self._reduction = form.reduction
         self.early = domain.early
         self.arguments = ChainArguments(team=domain.team, previous=(rank - 1) % size, next=(rank + 1) % size)
-        for place, hop in zip(self.arguments.places, hops, strict=False):
-            place.receives, place.sends = hop.receives, hop.sends
+        for filled, hop in zip(self.arguments.hops, hops, strict=False):
+            filled.receives, filled.sends = hop.receives, hop.sends
         self._blocks = [(form.piece(hop.own)[0], form.piece(hop.output)[0]) for hop in hops]
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
@@ -117,8 +117,8 @@ class ChainLauncher(KernelTemplate, FormLauncher):
         blocks, batch_nbytes = cut(longest, links, domain)
         slot_nbytes = region.slots_nbytes // layout.channels // CHAIN_SLOTS
         at = [*begins, 0]  # block -1 is no block
-        for place, (own, output) in zip(arguments.places, self._blocks, strict=False):
-            place.own, place.output = at[own], at[output]
+        for hop, (own, output) in zip(arguments.hops, self._blocks, strict=False):
+            hop.own, hop.output = at[own], at[output]
         arguments.nbytes, arguments.batch_nbytes = longest, batch_nbytes
         arguments.memory[: domain.size] = region.pointers
         arguments.credits, arguments.flags, arguments.slots = layout.credits, layout.flags, layout.slots

@@ -190,7 +190,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
       const u32 awaited = sends ? epoch - kSlots : epoch;
       const mpicomm::Team& team = exchange.team;
       const mpicomm::Watch watch{
-          team.faults, team.timeout_ns, mpicomm::kExchange, awaited, channel, team.names[peer]};
+          team.faults, team.timeout_ns, mpicomm::kExchange, awaited, channel, team.user_ranks[peer]};
       const u64* word = sends ? mpicomm::credit_of(exchange, rank, peer, channel)
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
       ok = mpicomm::await_epoch(team, word, watch, exchange.receives[peer].tag, takes ? ~0u : 0);

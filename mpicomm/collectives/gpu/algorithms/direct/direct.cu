@@ -69,7 +69,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
   const u32 launch = static_cast<u32>(count);
   const bool has_peer = thread < team.size && thread != rank;
   Announcements ours{};
-  if (has_peer) ours = load_said(team, thread);
+  if (has_peer) ours = load_sent_announcements(team, thread);
   // This load comes before the first use of a load above, because the whole warp waits there.
   Health health;
   if (thread == kMaxRanks) health = load_health(team);
@@ -91,8 +91,10 @@ MPICOMM_DEVICE void run(const Direct& x) {
       return static_cast<i32>(theirs.last_launch() - launch) < 0 ? 1u << thread : 0u;
     };
     ok = await_ranks(team, launch, absent);
-    if (ok && theirs.differ_from(ours, launch - 1)) ok = refuse(team, thread, launch - 1);
-    if (ok && judge(team, thread, launch, theirs.of(launch)) == kDifferent) ok = refuse(team, thread, launch);
+    if (ok && theirs.differ_from(ours, launch - 1)) ok = report_mismatch(team, thread, launch - 1);
+    if (ok && compare_announcement(team, thread, launch, theirs.of(launch)) == kDifferent) {
+      ok = report_mismatch(team, thread, launch);
+    }
   }
   if (thread == kMaxRanks) ok = is_healthy(team, blockIdx.x, health);
   // Either all threads leave or none, because no thread may wait at a barrier for a thread that has

@@ -62,8 +62,8 @@ MPICOMM_DEVICE i64 given_displ(const DeviceCountsSide& side, u32 rank) {
   return side.displs != nullptr ? load_index(side.displs, side.wide_displs, rank) : side.known[rank];
 }
 
-MPICOMM_DEVICE_CALL bool refuse_counts(const Team& team, u32 operation, u64 number, u32 of) {
-  const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.names[of]};
+MPICOMM_DEVICE_CALL bool report_bad_counts(const Team& team, u32 operation, u64 number, u32 of) {
+  const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.user_ranks[of]};
   report_fault(watch, 0);
   raise_abort(team, watch);
   return false;
@@ -116,8 +116,8 @@ struct SentCounts {
     }
     const u64 room = x.send.room;
     const bool fits = displ >= 0 && static_cast<u64>(displ) <= room && static_cast<u64>(count) <= room - displ;
-    if (count < 0 || (count > 0 && !fits)) return refuse_counts(team, kCounts, team.names[rank], team.rank);
-    if (receive_displ < 0) return refuse_counts(team, kCounts, kOfReceive | team.names[rank], team.rank);
+    if (count < 0 || (count > 0 && !fits)) return report_bad_counts(team, kCounts, team.user_ranks[rank], team.rank);
+    if (receive_displ < 0) return report_bad_counts(team, kCounts, kOfReceive | team.user_ranks[rank], team.rank);
     messages.sends[rank] = x.send.buffer + (count > 0 ? displ * x.itemsize : 0);
     messages.send_nbytes[rank] = count * x.itemsize;
     messages.receive_displs[rank] = receive_displ;
@@ -155,7 +155,7 @@ struct Lengths {
     Pair packet{};
     const auto absent = [&] {
       packet = load_volatile(slot);
-      return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
+      return FlagProtocol::has_arrived(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
     };
     if (!await_ranks(team, launch, absent)) return false;
     number = number_in(packet);
@@ -251,7 +251,7 @@ struct Lengths {
     if ((theirs[kRoomFact] & 1) != 0) needed = total > room ? total : 0;
     if (needed == 0) return store_count();
     const u64 elements = needed / x.itemsize;
-    refuse_counts(team, kReceiveOverflow, elements < kMostReported ? elements : kMostReported, rank);
+    report_bad_counts(team, kReceiveOverflow, elements < kMostReported ? elements : kMostReported, rank);
   }
 
   // Computes the steps, and the peers to pace, as the host does for lengths that it knows. `step_nbytes` are

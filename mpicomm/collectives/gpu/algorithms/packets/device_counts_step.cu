@@ -14,7 +14,7 @@
 
 namespace mpicomm {
 
-static_assert(kOneStep && kDeviceCounts && Protocol::kGivesBack, "the only variant for a number of ranks");
+static_assert(kOneStep && kDeviceCounts && Protocol::kResetsSlots, "the only variant for a number of ranks");
 
 // Offsets and lengths have 32 bits, because the host ensures that the buffers are small. An array has an entry for
 // the distance of each rank from this rank.
@@ -157,8 +157,8 @@ MPICOMM_DEVICE void work(const Packets& x) {
     }
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      const bool knows = FlagProtocol::has_come(lengths[d], flag);
-      if (!knows || (at < static_cast<u32>(lengths[d].first) && !Protocol::has_come(packets[d], {}))) {
+      const bool knows = FlagProtocol::has_arrived(lengths[d], flag);
+      if (!knows || (at < static_cast<u32>(lengths[d].first) && !Protocol::has_arrived(packets[d], {}))) {
         ranks |= 1u << rank_at(rank, d);
       }
     }
@@ -194,27 +194,27 @@ MPICOMM_DEVICE void work(const Packets& x) {
       packet = unescaped(packet, code);
     }
     store_unit(to, width_of(to), at, received[d], Protocol::unit(packet));
-    Protocol::give_back(slot);
+    Protocol::reset_slot(slot);
   }
 }
 
 // Gives up because of a count of this rank that does not fit its buffer.
-MPICOMM_DEVICE_CALL void refuse_own(const Packets& x) {
+MPICOMM_DEVICE_CALL void report_own_counts(const Packets& x) {
   const DeviceCountsSide& send = x.device_counts.send;
   u64 total = 0;
   for (u32 to = 0; to < kRanks; ++to) {
     const u64 count = load_index(send.counts, send.wide_counts, to);  // huge if it is negative
     total += count;
     if (count <= send.room && total <= send.room) continue;
-    refuse_counts(x.team, kCounts, x.team.names[to], x.team.rank);
+    report_bad_counts(x.team, kCounts, x.team.user_ranks[to], x.team.rank);
     return;
   }
 }
 
 // Gives up because `peer` gets `nbytes`, more than its buffer holds.
-MPICOMM_DEVICE_CALL void refuse_room(const Packets& x, u64 nbytes, u32 peer) {
+MPICOMM_DEVICE_CALL void report_overflow(const Packets& x, u64 nbytes, u32 peer) {
   const u64 elements = nbytes / x.device_counts.itemsize;
-  refuse_counts(x.team, kReceiveOverflow, elements < kMostReported ? elements : kMostReported, peer);
+  report_bad_counts(x.team, kReceiveOverflow, elements < kMostReported ? elements : kMostReported, peer);
 }
 
 // Whether all blocks lie in the buffer of `peer`, which has told that its blocks do not follow each other. If they do
@@ -228,13 +228,13 @@ MPICOMM_DEVICE_CALL bool fits_in_places(const Packets& x, u32 launch, u32 peer, 
     Pair packet{};
     const auto absent = [&] {
       packet = load(peer, kRanks + source);
-      return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
+      return FlagProtocol::has_arrived(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
     };
     if (!await_ranks(x.team, launch, absent)) return false;
     const u64 length = source == x.team.rank ? nbytes : number_in(load(source, peer)), limit = number_in(packet);
     if (length > limit && room - limit + length > needed) needed = room - limit + length;
   }
-  if (needed != 0) refuse_room(x, needed, peer);
+  if (needed != 0) report_overflow(x, needed, peer);
   return needed == 0;
 }
 
@@ -254,13 +254,13 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   Announcements ours{}, theirs{};
   if (has_peer) {
     theirs = load_announcements(team, overseer);
-    ours = load_said(team, overseer);
+    ours = load_sent_announcements(team, overseer);
   }
   Health health;
   if (overseer == kRanks) health = load_health(team);
   OfEach sent;
   bool ok = loads.lengths(x, sent);
-  if (!ok && overseer == 0) refuse_own(x);
+  if (!ok && overseer == 0) report_own_counts(x);
   const u32 launch = static_cast<u32>(loads.last_launch + 1), flag = FlagProtocol::flag(launch);
   begin_round_of_flags(x.flagged, launch);
   if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
@@ -293,12 +293,12 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
     }
   }
   if (overseer >= kRanks) return;
-  if (has_peer && theirs.differ_from(ours, launch - 1)) refuse(team, overseer, launch - 1);  // see oversee.cuh
+  if (has_peer && theirs.differ_from(ours, launch - 1)) report_mismatch(team, overseer, launch - 1);  // see oversee.cuh
 
   // Lane r hears all lengths of messages to rank r, the room of rank r, and the length of the message from there. It
   // also waits for the announcement of rank r. Pairs with `store_number` and `announce` of the peers.
   Pair lengths[kRanks]{}, its_room{}, from_there{};
-  u32 said = kSame;
+  u32 announced = kSame;
   const u64 slots = reinterpret_cast<u64>(x.flagged.sets) + set;
   const u64* const announcement = announcements(team, rank, overseer) + launch % 2;
   const auto absent = [&] {
@@ -315,18 +315,18 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
     }
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      if (!FlagProtocol::has_come(lengths[d], flag)) ranks |= 1u << rank_at(rank, d);
+      if (!FlagProtocol::has_arrived(lengths[d], flag)) ranks |= 1u << rank_at(rank, d);
     }
     if (has_peer) {
-      said = judge(team, overseer, launch, word);
-      const bool knows = FlagProtocol::has_come(its_room, flag) && FlagProtocol::has_come(from_there, flag);
-      if (said == kAbsent || !knows) ranks |= 1u << overseer;
+      announced = compare_announcement(team, overseer, launch, word);
+      const bool knows = FlagProtocol::has_arrived(its_room, flag) && FlagProtocol::has_arrived(from_there, flag);
+      if (announced == kAbsent || !knows) ranks |= 1u << overseer;
     }
     return ranks;
   };
   if (!await_ranks(team, launch, absent)) return;
-  if (said == kDifferent) {
-    refuse(team, overseer, launch);
+  if (announced == kDifferent) {
+    report_mismatch(team, overseer, launch);
     return;
   }
   u64 total = mine;
@@ -336,7 +336,7 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   if ((fact & 1) == 0) {
     if (!fits_in_places(x, launch, overseer, mine)) return;
   } else if (total > fact >> 1) {
-    refuse_room(x, total, overseer);
+    report_overflow(x, total, overseer);
     return;
   }
   const u32 nbytes = has_peer ? static_cast<u32>(from_there.first) : mine;

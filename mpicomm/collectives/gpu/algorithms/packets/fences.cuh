@@ -1,5 +1,5 @@
 // Fences for threads that have no time for a fence. A fence takes microseconds, in which its warp
-// stores nothing. So the worker threads, which move data, only say how many turns they have done.
+// stores nothing. So the worker threads, which move data, only publish how many turns they have done.
 // The overseer warp of the block moves no data and executes a fence for them. The workers check
 // some turns later whether the fence is over. Usually it is.
 //
@@ -16,8 +16,8 @@
 // to `fenced`, the worker's next packets could overtake the fence. See the top of packets.cu.
 //
 // fence_slots (memory_order.cuh) explains the scope of the fence. Neither wait needs a time limit.
-// A late worker waits for its peers, and that wait has a limit. A worker that breaks off says that
-// it has left.
+// A late worker waits for its peers, and that wait has a limit. A worker that breaks off publishes
+// that it has left.
 #pragma once
 
 #include "memory_order.cuh"
@@ -43,9 +43,9 @@ struct Fences {
     }
   }
 
-  // A worker says that it has done `turns` turns, or that it has left (`kLeft`). Pairs with the
+  // A worker publishes that it has done `turns` turns, or that it has left (`kLeft`). Pairs with the
   // load in `serve`.
-  MPICOMM_DEVICE void say(u32 worker, u32 turns) { store_release_in_block(&done[worker], turns); }
+  MPICOMM_DEVICE void publish(u32 worker, u32 turns) { store_release_in_block(&done[worker], turns); }
 
   // A worker waits for a fence after its first `turns` turns. Pairs with the store of `fenced` in
   // `serve`.

@@ -18,17 +18,17 @@ MPICOMM_DEVICE void oversee(
   const Team& team = x.team;
   // A rank that took no packet in the previous launch could not notice then that a peer was in
   // another call.
-  if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
+  if (theirs.differ_from(ours, launch - 1)) report_mismatch(team, peer, launch - 1);
   const bool takes = kDeviceCounts || (x.sources >> peer & 1) != 0 || m.receive_nbytes[peer] > 0;
   if (takes || (kPaced && (m.paced >> peer & 1) != 0)) {
     // A packet does not say to which call it belongs. Its sender says that in an earlier
     // announcement. Pairs with the peer's store in `announce`.
-    u32 said = kAbsent;
+    u32 announced = kAbsent;
     const auto absent = [&] {
-      said = look_at(team, peer, launch);
-      return said == kAbsent ? 1u << peer : 0u;
+      announced = check_announcement(team, peer, launch);
+      return announced == kAbsent ? 1u << peer : 0u;
     };
-    if (await_ranks(team, launch, absent) && said == kDifferent) refuse(team, peer, launch);
+    if (await_ranks(team, launch, absent) && announced == kDifferent) report_mismatch(team, peer, launch);
   }
 }
 

@@ -92,7 +92,7 @@ MPICOMM_DEVICE void store_message(const Packets& x, const AllMessages& m, u32 of
 // Whether a launch reuses slots.
 #if defined(MPICOMM_LAPS)
 constexpr bool kLaps = true;
-static_assert(Protocol::kGivesBack && !kOneStep, "there are as many slots as steps");
+static_assert(Protocol::kResetsSlots && !kOneStep, "there are as many slots as steps");
 #else
 constexpr bool kLaps = false;
 #endif
@@ -109,8 +109,8 @@ constexpr bool kPaced = false;
 // data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
 constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
-constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 || kFanOut ? 384 : 512;
-constexpr u32 kMostOfMore = kWire ? kMostOfCodes : kMostOfUnits;
+constexpr u32 kMostOfQuantized = kRanks > 4 ? 256 : kRanks > 2 || kFanOut ? 384 : 512;
+constexpr u32 kMostOfMore = kWire ? kMostOfQuantized : kMostOfUnits;
 #if defined(MPICOMM_WEIGHT)
 constexpr u32 kWorkers = kGroups * kNormThreads;
 #else
@@ -131,7 +131,7 @@ constexpr bool kReduces = kRelays;
 // rank, because a rank begins with the next rank (team.cuh).
 struct Outgoing {
   Loaded units[kSameToAll ? 2 : kRanks];
-  Unit sent{};  // the unit of the turn before, if it is alike for all ranks
+  Unit sent{};  // the unit of the turn before, if all ranks get the same
 
   MPICOMM_DEVICE void load(const AllMessages& m, u32 rank, u64 at) {
 #pragma unroll
@@ -170,13 +170,13 @@ MPICOMM_DEVICE constexpr u32 entry_of(u32 rank) { return kRanks == 2 ? 0 : rank;
 MPICOMM_DEVICE bool is_among(u32 ranks, u32 entry) { return kRanks == 2 ? ranks != 0 : ranks >> entry & 1; }
 
 // The packets of a unit, as slots hold them.
-struct Held {
+struct SlotPackets {
   Pair packets[kPackets];
 };
 
 // A choice instead of an index, because a variable index would move the entries from registers to memory.
 template <class T>
-MPICOMM_DEVICE T chosen(const T (&entries)[kOthers], u32 entry) {
+MPICOMM_DEVICE T select(const T (&entries)[kOthers], u32 entry) {
   T one = entries[0];
 #pragma unroll
   for (u32 each = 1; each < kOthers; ++each) {
@@ -197,10 +197,10 @@ struct Worker {
   //
   // No rank sends to itself. So in stage C the inbox from the owner itself has slots for statistics of
   // rows, which the first thread of a group takes. Its slot for `source` is the slot of thread `source`.
-  MPICOMM_DEVICE Pair* slot(u32 owner, u32 stage, u32 source, u64 place) const {
-    if (stage == kStatistics) return slot(owner, 1, owner, place + source);
+  MPICOMM_DEVICE Pair* slot(u32 owner, u32 stage, u32 source, u64 slot_index) const {
+    if (stage == kStatistics) return slot(owner, 1, owner, slot_index + source);
     const u32 inbox = ((launch % 2) * x.stages + stage) * kRanks + source;
-    const u64 first = kPackets == 1 ? place : place / kSharers * kSharers * kPackets + place % kSharers;
+    const u64 first = kPackets == 1 ? slot_index : slot_index / kSharers * kSharers * kPackets + slot_index % kSharers;
     return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + first;
   }
 
@@ -210,51 +210,51 @@ struct Worker {
   MPICOMM_DEVICE u32 rank_of(u32 entry) const { return kRanks == 2 ? 1 - x.team.rank : entry; }
 
   // Loads the slots of one unit of a stage for each of `ranks`.
-  MPICOMM_DEVICE void look(Held (&units)[kOthers], u32 stage, u32 ranks, u64 place) const {
+  MPICOMM_DEVICE void load_slots(SlotPackets (&units)[kOthers], u32 stage, u32 ranks, u64 slot_index) const {
 #pragma unroll
     for (u32 entry = 0; entry < kOthers; ++entry) {
       if (!is_among(ranks, entry)) continue;
-      const Pair* const from = slot(x.team.rank, stage, rank_of(entry), place);
+      const Pair* const from = slot(x.team.rank, stage, rank_of(entry), slot_index);
 #pragma unroll
       for (u32 each = 0; each < kPackets; ++each) units[entry].packets[each] = load_volatile(from + each * kSharers);
     }
   }
 
-  MPICOMM_DEVICE static bool has_come(const Held& unit, Protocol::Flag flag) {
+  MPICOMM_DEVICE static bool has_arrived(const SlotPackets& unit, Protocol::Flag flag) {
     bool come = true;
 #pragma unroll
-    for (u32 each = 0; each < kPackets; ++each) come &= Protocol::has_come(unit.packets[each], flag);
+    for (u32 each = 0; each < kPackets; ++each) come &= Protocol::has_arrived(unit.packets[each], flag);
     return come;
   }
 
-  MPICOMM_DEVICE u32 absent(const Held (&units)[kOthers], u32 ranks, Protocol::Flag flag) const {
+  MPICOMM_DEVICE u32 absent(const SlotPackets (&units)[kOthers], u32 ranks, Protocol::Flag flag) const {
     u32 missing = 0;
 #pragma unroll
     for (u32 entry = 0; entry < kOthers; ++entry) {
-      if (is_among(ranks, entry) && !has_come(units[entry], flag)) missing |= 1u << rank_of(entry);
+      if (is_among(ranks, entry) && !has_arrived(units[entry], flag)) missing |= 1u << rank_of(entry);
     }
     return missing;
   }
 
   // Whether the packets of all `ranks` have come, and none has an escape. In the common case this
   // is the only check.
-  MPICOMM_DEVICE static bool are_plain(const Held (&units)[kOthers], u32 ranks, Protocol::Flag flag) {
+  MPICOMM_DEVICE static bool arrived_plain(const SlotPackets (&units)[kOthers], u32 ranks, Protocol::Flag flag) {
     bool plain = true;
 #pragma unroll
     for (u32 entry = 0; entry < kOthers; ++entry) {
       if (!is_among(ranks, entry)) continue;
-      plain &= has_come(units[entry], flag) && !Protocol::has_escape(units[entry].packets[0]);
+      plain &= has_arrived(units[entry], flag) && !Protocol::has_escape(units[entry].packets[0]);
     }
     return plain;
   }
 
-  // Takes one unit from each of `ranks`, after `look` has loaded their slots once, and resets the
+  // Takes one unit from each of `ranks`, after `load_slots` has loaded their slots once, and resets the
   // slots. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool take(Held (&units)[kOthers], u32 stage, u32 ranks, u64 place) const {
+  MPICOMM_DEVICE bool take(SlotPackets (&units)[kOthers], u32 stage, u32 ranks, u64 slot_index) const {
     const Protocol::Flag flag = Protocol::flag(count);
-    if (!are_plain(units, ranks, flag)) {
+    if (!arrived_plain(units, ranks, flag)) {
       const auto missing = [&] {
-        look(units, stage, ranks, place);
+        load_slots(units, stage, ranks, slot_index);
         return absent(units, ranks, flag);
       };
       if (absent(units, ranks, flag) != 0 && !await_ranks(x.team, launch, missing)) return false;
@@ -263,7 +263,7 @@ struct Worker {
         Pair& packet = units[entry].packets[0];
         if (!is_among(ranks, entry) || !Protocol::has_escape(packet)) continue;
         const u32 rank = rank_of(entry);
-        const Pair* const from = slot(x.team.rank, stage, rank, place);
+        const Pair* const from = slot(x.team.rank, stage, rank, slot_index);
         const u32 code = take_escape(x.team, launch, rank, escape(x.team.rank, from));
         if (code == 0) return false;
         packet = unescaped(packet, code);
@@ -272,9 +272,9 @@ struct Worker {
 #pragma unroll
     for (u32 entry = 0; entry < kOthers; ++entry) {
       if (!is_among(ranks, entry)) continue;
-      Pair* const taken = slot(x.team.rank, stage, rank_of(entry), place);
+      Pair* const taken = slot(x.team.rank, stage, rank_of(entry), slot_index);
 #pragma unroll
-      for (u32 each = 0; each < kPackets; ++each) Protocol::give_back(taken + each * kSharers);
+      for (u32 each = 0; each < kPackets; ++each) Protocol::reset_slot(taken + each * kSharers);
     }
     return true;
   }
@@ -282,18 +282,18 @@ struct Worker {
 #if defined(MPICOMM_WIRE)
   static_assert(!Protocol::kEscapes, "scales lie in the places of escapes");
   // The scales beside the slots of this thread: see units.cuh.
-  MPICOMM_DEVICE ScaleWord* scales(u32 owner, u32 stage, u32 source, u64 place) const {
-    const u64 first = place / kSharers * kSharers;
+  MPICOMM_DEVICE ScaleWord* scales(u32 owner, u32 stage, u32 source, u64 slot_index) const {
+    const u64 first = slot_index / kSharers * kSharers;
     return reinterpret_cast<ScaleWord*>(escape(owner, slot(owner, stage, source, first))) + block_of_warp();
   }
 #endif
 
   // Stores the packets of `unit` in slots of rank `to`.
-  MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Unit& unit, Protocol::Flag flag) const {
-    Pair* const target = slot(to, stage, x.team.rank, place);
+  MPICOMM_DEVICE void send(u32 to, u32 stage, u64 slot_index, const Unit& unit, Protocol::Flag flag) const {
+    Pair* const target = slot(to, stage, x.team.rank, slot_index);
 #if defined(MPICOMM_WIRE)
     // Pairs with the loads in `Scales`. It orders nothing: each receiver waits for both.
-    if (is_first_of_block()) store_volatile(scales(to, stage, x.team.rank, place), word_of(unit.scales));
+    if (is_first_of_block()) store_volatile(scales(to, stage, x.team.rank, slot_index), word_of(unit.scales));
 #endif
 #pragma unroll
     for (u32 each = 0; each < kPackets; ++each) {
@@ -304,20 +304,20 @@ struct Worker {
   }
 
   // Sends the units that `out` holds for offset `at` to the other ranks.
-  MPICOMM_DEVICE void push(Outgoing& out, u64 at, u64 place) const {
+  MPICOMM_DEVICE void send_units(Outgoing& out, u64 at, u64 slot_index) const {
     const u32 rank = x.team.rank;
     if (kSameToAll && at < m.send_nbytes[(rank + 1) % kRanks]) out.sent = unit_of(out.units[1]);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
       if (at >= m.send_nbytes[to]) continue;
-      if constexpr (kSameToAll) send(to, 0, place, out.sent, Protocol::flag(count));
-      else send(to, 0, place, unit_of(out.units[distance]), Protocol::flag(count));
+      if constexpr (kSameToAll) send(to, 0, slot_index, out.sent, Protocol::flag(count));
+      else send(to, 0, slot_index, unit_of(out.units[distance]), Protocol::flag(count));
     }
   }
 
   // Stores the unit to this rank itself at its place in the output.
-  MPICOMM_DEVICE void keep(const Outgoing& out, u64 at) const {
+  MPICOMM_DEVICE void store_own(const Outgoing& out, u64 at) const {
     const u32 rank = x.team.rank;
     if (kReduces || at >= m.send_nbytes[rank]) return;
 #if defined(MPICOMM_STRIDED)
@@ -332,12 +332,13 @@ struct Worker {
   // of a conversion serves all ranks. The code may be long, and a kernel waits until the GPU has
   // fetched it.
   template <class Scales>
-  MPICOMM_DEVICE void place(const Held (&units)[kOthers], const Scales& scales, u32 ranks, u64 at) const {
+  MPICOMM_DEVICE void store_received(
+      const SlotPackets (&units)[kOthers], const Scales& scales, u32 ranks, u64 at) const {
 #pragma unroll(kConverts ? 1 : kRanks)
     for (u32 entry = 0; entry < kOthers; ++entry) {
       const u32 rank = rank_of(entry);
       if (!is_among(ranks, entry) || (kRelays && m.receives[rank] == nullptr)) continue;
-      const Unit unit = scales.unit(entry, chosen(units, entry));
+      const Unit unit = scales.unit(entry, select(units, entry));
       store_message(x, m, rank, at, unit);
     }
   }
@@ -362,11 +363,11 @@ struct Worker {
   // packet says that the resets before the last fence have reached their slots. Pairs with the load
   // in `run` (b_ranks). Without it these ranks would overwrite packets that this rank has yet to
   // take.
-  MPICOMM_DEVICE void pace(u64 at, u64 place) const {
+  MPICOMM_DEVICE void pace(u64 at, u64 slot_index) const {
     const u32 ranks = m.paced & senders_at(at) & ~ranks_at(m.send_nbytes, at);
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) send(rank, 0, place, Unit{}, Protocol::flag(count));
+      if (ranks >> rank & 1) send(rank, 0, slot_index, Unit{}, Protocol::flag(count));
     }
   }
 };

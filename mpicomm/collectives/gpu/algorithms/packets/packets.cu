@@ -131,7 +131,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   const bool has_peer = overseer < kRanks && overseer != rank;
   Announcements ours{}, theirs{};
   if (has_peer) {
-    ours = load_said(team, overseer);
+    ours = load_sent_announcements(team, overseer);
     theirs = load_announcements(team, overseer);
   }
   // This load comes before the first use of a load above, because the whole warp waits there.
@@ -183,7 +183,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   bool heard = false;
   if (thread < workers) {
     first.load(m, rank, first_at);
-    worker.push(first, first_at, number);
+    worker.send_units(first, first_at, number);
     a_at = course.after(first_at);
     out.load(m, rank, a_at);
     let_successor_start();
@@ -199,14 +199,16 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   if (thread >= workers) {
     if (blockIdx.x == 0 && heard) lengths.compare_rooms();
   } else if (ok) {
-    worker.keep(first, first_at);
+    worker.store_own(first, first_at);
     // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
     if (m.steps == 1) {
       const u32 senders = worker.senders_at(first_at);
-      Held units[kOthers];
-      worker.look(units, 0, senders, number);
-      if (senders != 0 && worker.take(units, 0, senders, number)) worker.place(units, Scales{}, senders, first_at);
-      fences.say(thread, fences.kLeft);
+      SlotPackets units[kOthers];
+      worker.load_slots(units, 0, senders, number);
+      if (senders != 0 && worker.take(units, 0, senders, number)) {
+        worker.store_received(units, Scales{}, senders, first_at);
+      }
+      fences.publish(thread, fences.kLeft);
       return;
     }
   }
@@ -227,8 +229,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   // for a fence. Pairs with the load in `serve`. Without the word, the overseer would wait for this
   // worker, this worker for its group, and the group for the fence.
   const auto leave = [&] {
-    if constexpr (kLaps) fences.say(thread, fences.kLeft);
-    meet_at_end(rows.barrier, false);
+    if constexpr (kLaps) fences.publish(thread, fences.kLeft);
+    row_barrier(rows.barrier, false);
   };
 #if defined(MPICOMM_FAN_OUT)
   ReceivedRows received{rows};
@@ -250,15 +252,15 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
         fences.await(thread, turn - slack_of(x));
         paces_at += period_of(x);
       } else if (turn + slack_of(x) == paces_at) {
-        fences.say(thread, turn);
+        fences.publish(thread, turn);
       }
     }
     // With laps, more values last from turn to turn than there are registers. So the kernel
     // computes these two values again. Without laps it is faster to keep them.
-    if constexpr (kLaps) course.look_back(a_at, b_at, c_at);
-    const u64 a_place = a_lap * threads + number;
-    const u64 b_place = b_lap * threads + number;
-    const u64 c_place = c_lap * threads + number;
+    if constexpr (kLaps) course.step_back(a_at, b_at, c_at);
+    const u64 a_slot = a_lap * threads + number;
+    const u64 b_slot = b_lap * threads + number;
+    const u64 c_slot = c_lap * threads + number;
     // All loads of the turn come before the first use of any of them. The previous turn has loaded
     // the units that go out.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
@@ -268,27 +270,27 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     // they may not have taken the packets in the slots where this rank stores next.
     if (kPaced && paced) b_ranks |= m.paced & worker.ranks_at(m.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(m.receive_nbytes, c_at) : 0;
-    Held b[kOthers], c[kOthers];
+    SlotPackets b[kOthers], c[kOthers];
     Scales b_scales, c_scales;
     [[maybe_unused]] Loaded in{};
     [[maybe_unused]] const Unit sent = out.sent;
-    worker.look(b, 0, b_ranks, b_place);
-    b_scales.look(worker, 0, b_ranks, b_place);
+    worker.load_slots(b, 0, b_ranks, b_slot);
+    b_scales.load(worker, 0, b_ranks, b_slot);
     if (!kSameToAll && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
 #if defined(MPICOMM_WEIGHT)
     Packet residual{};
     if (reduces) residual = rows.load_residual(b_at);
 #endif
     if constexpr (kFanOut && !kRows) {
-      worker.look(c, 1, c_ranks, c_place);
-      c_scales.look(worker, 1, c_ranks, c_place);
+      worker.load_slots(c, 1, c_ranks, c_slot);
+      c_scales.load(worker, 1, c_ranks, c_slot);
     }
 
     if (!kOneStep || turn == 0) {
-      worker.push(out, a_at, a_place);
-      worker.keep(out, a_at);
+      worker.send_units(out, a_at, a_slot);
+      worker.store_own(out, a_at);
     }
-    if (kPaced && paces) worker.pace(a_at, a_place);
+    if (kPaced && paces) worker.pace(a_at, a_slot);
     const u64 next_at = course.after(a_at);
     if (!kOneStep) out.load(m, rank, next_at);
     if (!kDeviceCounts && turn == 0) {
@@ -298,8 +300,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
       count_launch(team, count, thread, workers);
     }
 
-    bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
-    if (b_ranks != 0) took = b_scales.take(worker, 0, b_ranks, b_place, took);
+    bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_slot);
+    if (b_ranks != 0) took = b_scales.take(worker, 0, b_ranks, b_slot, took);
 #if defined(MPICOMM_WEIGHT)
     if (!took) leave();
 #endif
@@ -333,7 +335,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
 #pragma unroll
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
-          worker.send(to, kStatistics, b_place, __builtin_bit_cast(Packet, statistics), flag);
+          worker.send(to, kStatistics, b_slot, __builtin_bit_cast(Packet, statistics), flag);
         }
       }
     }
@@ -343,8 +345,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
 #pragma unroll
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
-          if (x.targets >> to & 1) worker.send(to, 1, b_place, result, flag);
-          if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Unit{}, flag);  // the source needs no data
+          if (x.targets >> to & 1) worker.send(to, 1, b_slot, result, flag);
+          if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_slot, Unit{}, flag);  // the source needs no data
         }
       }
       if (!kRows && x.output != nullptr) {
@@ -352,22 +354,22 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
         else finish_of(x).store(x.output, b_at, x.output_nbytes, result);
       }
     }
-    if constexpr (!kReduces) worker.place(b, b_scales, b_senders, b_at);
+    if constexpr (!kReduces) worker.store_received(b, b_scales, b_senders, b_at);
 #if defined(MPICOMM_WEIGHT)
     if (row_ends) rows.normalise(statistics);
 #if defined(MPICOMM_FAN_OUT)
     if (has_c) {
-      worker.look(c, 1, c_ranks, c_place);
+      worker.load_slots(c, 1, c_ranks, c_slot);
       const bool others_meet = turn + 1 < turns;
-      if (!received.take(worker, c, c_ranks, c_at, c_place, [&] { if (others_meet) leave(); })) break;
+      if (!received.take(worker, c, c_ranks, c_at, c_slot, [&] { if (others_meet) leave(); })) break;
     }
     received.follow();
 #endif
     if (has_b) rows.course.after(0);
 #else
     if constexpr (kFanOut) {
-      if (c_ranks != 0 && !c_scales.take(worker, 1, c_ranks, c_place, worker.take(c, 1, c_ranks, c_place))) break;
-      worker.place(c, c_scales, c_ranks, c_at);
+      if (c_ranks != 0 && !c_scales.take(worker, 1, c_ranks, c_slot, worker.take(c, 1, c_ranks, c_slot))) break;
+      worker.store_received(c, c_scales, c_ranks, c_at);
     }
 #endif
 
@@ -377,7 +379,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   }
   // Pairs with the load in `serve`. A worker that breaks off asks for no more fences. Without this
   // store its overseer would wait for it for ever.
-  if constexpr (kLaps) fences.say(thread, fences.kLeft);
+  if constexpr (kLaps) fences.publish(thread, fences.kLeft);
 }
 
 }  // namespace mpicomm

@@ -23,16 +23,16 @@ struct ReceivedRows {
   // Whether a shard has such a row, and another rank reduces it.
   MPICOMM_DEVICE bool has_row(u32 shard) const { return shard != rows.own && rows.has_row(shard, row); }
 
-  // Takes the units of h from `ranks`, at offset `at` of their shards, after a look at them. A thread that
+  // Takes the units of h from `ranks`, at offset `at` of their shards, whose slots `load_slots` has loaded. A thread that
   // breaks off calls `leave`. Returns false if the thread must leave.
   template <class Leave>
   MPICOMM_DEVICE bool take(
-      const Worker& worker, Held (&units)[kOthers], u32 ranks, u64 at, u64 place, const Leave& leave) {
+      const Worker& worker, SlotPackets (&units)[kOthers], u32 ranks, u64 at, u64 slot_index, const Leave& leave) {
     const bool ends = rows.course.ends(part);
-    if (ends && !take_statistics(worker, ranks, place)) return false;
+    if (ends && !take_statistics(worker, ranks, slot_index)) return false;
 #pragma unroll 1
     for (u32 each = ends ? 0 : part; each <= part; ++each) {
-      if (each == part && !take_units(worker, units, ranks, at, place, leave)) return false;
+      if (each == part && !take_units(worker, units, ranks, at, slot_index, leave)) return false;
       if (ends) normalise(worker, units, each);
     }
     if (ends) turn ^= 1;
@@ -43,12 +43,12 @@ struct ReceivedRows {
   //
   // A slow thread may still read them afterwards. The next statistics in this place come two rows later.
   // They come after the barrier of the next row, which the slow thread has to reach first.
-  MPICOMM_DEVICE bool take_statistics(const Worker& worker, u32 ranks, u64 place) const {
+  MPICOMM_DEVICE bool take_statistics(const Worker& worker, u32 ranks, u64 slot_index) const {
     bool took = true;
     if (rows.course.thread == 0 && ranks != 0) {
-      Held packets[kOthers];
-      worker.look(packets, kStatistics, ranks, place);
-      took = worker.take(packets, kStatistics, ranks, place);
+      SlotPackets packets[kOthers];
+      worker.load_slots(packets, kStatistics, ranks, slot_index);
+      took = worker.take(packets, kStatistics, ranks, slot_index);
 #pragma unroll
       for (u32 entry = 0; entry < kOthers; ++entry) {
         if (!took || !is_among(ranks, entry)) continue;
@@ -58,17 +58,22 @@ struct ReceivedRows {
         store_scale(rows.norm, rows.row_of(shard, row), __builtin_bit_cast(Statistics, packet));
       }
     }
-    return meet_at_end(rows.barrier, took);
+    return row_barrier(rows.barrier, took);
   }
 
   // Takes and stores the units of this step.
   template <class Leave>
   MPICOMM_DEVICE bool take_units(
-      const Worker& worker, Held (&units)[kOthers], u32 ranks, u64 at, u64 place, const Leave& leave) const {
-    const bool took = ranks == 0 || worker.take(units, 1, ranks, place);
+      const Worker& worker,
+      SlotPackets (&units)[kOthers],
+      u32 ranks,
+      u64 at,
+      u64 slot_index,
+      const Leave& leave) const {
+    const bool took = ranks == 0 || worker.take(units, 1, ranks, slot_index);
     if (kScaledGroups && rows.course.ends(part)) {
       // Threads of a warp find scales together, so all threads leave or none.
-      if (!meet_at_end(rows.barrier, took)) return false;
+      if (!row_barrier(rows.barrier, took)) return false;
     } else if (!took) {
       leave();
       return false;
@@ -81,7 +86,7 @@ struct ReceivedRows {
   }
 
   // Normalises the units of step `each` of the rows. `units` are of the last step.
-  MPICOMM_DEVICE void normalise(const Worker& worker, const Held (&units)[kOthers], u32 each) const {
+  MPICOMM_DEVICE void normalise(const Worker& worker, const SlotPackets (&units)[kOthers], u32 each) const {
     const u64 at = rows.course.at(row, each), packet = rows.course.packet_of(each);
     const bool has_unit = packet < rows.course.packets();
     if (!kScaledGroups && !has_unit) return;
@@ -92,14 +97,14 @@ struct ReceivedRows {
     for (u32 entry = 0; entry < kOthers; ++entry) {
       const u32 shard = worker.rank_of(entry);
       if (!has_row(shard)) continue;
-      Packet h = unit_of(chosen(units, entry));
+      Packet h = unit_of(select(units, entry));
       if (each < part) h = rows.load(shard, each, at);
       const auto statistics = __builtin_bit_cast(Statistics, rows.memory.statistics[turn][shard]);
       store_normal(rows.norm, rows.row_of(shard, row), packet * kElements, weights, h, count, statistics);
     }
   }
 
-  MPICOMM_DEVICE static Packet unit_of(const Held& held) { return Protocol::unit(held.packets[0]); }
+  MPICOMM_DEVICE static Packet unit_of(const SlotPackets& held) { return Protocol::unit(held.packets[0]); }
 };
 
 #endif

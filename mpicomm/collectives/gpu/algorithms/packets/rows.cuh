@@ -85,7 +85,7 @@ struct Course {
     if (++part == parts) part = 0, row += groups;
     return at(row, part);
   }
-  MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
+  MPICOMM_DEVICE static void step_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
 };
 
 // The packets of h in the first kKept steps of a row stay in shared memory until the row ends. A thread
@@ -170,7 +170,7 @@ struct Rows {
   MPICOMM_DEVICE bool end_row(Statistics& of) {
     memory.sums.of[turn][course.thread] = sum;
     sum = 0;
-    if (!meet_at_end(barrier, true)) return false;
+    if (!row_barrier(barrier, true)) return false;
     if (has_row()) {
       const State total = total_of(memory.sums.of[turn], course.thread);
       of = statistics_of(norm, memory.sums, total, course.thread, barrier, PacketsOfH{*this});
@@ -216,7 +216,7 @@ struct Course {
 
   MPICOMM_DEVICE u64 first() const { return begin; }
   MPICOMM_DEVICE u64 after(u64 at) const { return at + step_nbytes; }
-  MPICOMM_DEVICE void look_back(u64 a_at, u64& b_at, u64& c_at) const {
+  MPICOMM_DEVICE void step_back(u64 a_at, u64& b_at, u64& c_at) const {
     b_at = a_at - step_nbytes;
     c_at = b_at - step_nbytes;
   }

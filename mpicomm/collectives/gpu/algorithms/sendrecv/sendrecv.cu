@@ -124,7 +124,7 @@ struct Part {
     return sends ? x.chunk(peer, rank, channel, epoch) : x.chunk(rank, peer, channel, epoch);
   }
   MPICOMM_DEVICE Watch watch(u32 awaited) const {
-    return {x.team.faults, x.team.timeout_ns, kMessage, awaited, blockIdx.x, x.team.names[peer]};
+    return {x.team.faults, x.team.timeout_ns, kMessage, awaited, blockIdx.x, x.team.user_ranks[peer]};
   }
 
   // One thread of a warp that waits for no word checks whether a rank has given up before.
@@ -186,11 +186,11 @@ struct Part {
         // Pairs with the stores in `send_packets`, as does the load of the flag.
         for_units(at, [&](u32 i, u64 place) { held[i] = load_volatile(slot + place / kUnitNbytes); });
         if (thread == 0) word = load_relaxed(flag(epoch));
-        for_units(at, [&](u32 i, u64) { all &= Protocol::has_come(held[i], Protocol::flag(epoch)); });
+        for_units(at, [&](u32 i, u64) { all &= Protocol::has_arrived(held[i], Protocol::flag(epoch)); });
         return thread == 0 ? has_reached(word, epoch) && (all || differs()) : all;
       };
-      ok = lasts(x.team, watch(epoch), spin(come, [&] { return is_told(x.team); }, watch(epoch)));
-      if (ok && thread == 0 && differs()) ok = refuse_word(x.team, watch(epoch));
+      ok = end_wait(x.team, watch(epoch), spin(come, [&] { return is_aborted(x.team); }, watch(epoch)));
+      if (ok && thread == 0 && differs()) ok = report_tag_mismatch(x.team, watch(epoch));
       if (!ok) break;
       for_units(at, [&](u32 i, u64 place) { store_unit(data, width, place, nbytes, Protocol::unit(held[i])); });
     }
