@@ -278,16 +278,17 @@ class Messages:
             return False
         (slot.copy_in or rendezvous.copy_into(slot))(resolved, sent[0], nbytes)
         staging = self._acquire_staging(capacity)
-        seen = MPI.Status() if status is None else status
+        seen = staging.status if status is None else status
         try:
             sendrecv(self._comm, slot.header, dest, sendtag, staging.spec, *envelope, seen)
         except Exception as error:
             if _sends_nothing(error):
                 rendezvous.withdraw(slot, resolved)
             raise
-        is_header = seen.Get_count(_byte) == HEADER_NBYTES
-        found = rendezvous.resolve_header(staging.content, seen.source) if is_header else None
-        peer_slot, arrived = found or (None, 0)
+        found = None
+        if seen.Get_count(_byte) == HEADER_NBYTES:
+            found = rendezvous.resolve_header(staging.content, seen.source)
+        peer_slot, arrived = (None, 0) if found is None else found
         if peer_slot is None or arrived > capacity or device.waits_beside(resolved, receive):
             endpoint = Endpoint("Sendrecv", receive, received[0], capacity, resolved, device, True)
             self._complete_receive(

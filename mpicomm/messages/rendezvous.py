@@ -31,7 +31,6 @@ from mpicomm.messages.rendezvous_header import (
     pieces,
     require_fits,
 )
-from mpicomm.messages.unexpected import Bytes
 from mpicomm.mpi.layout import Elements
 from mpicomm.waiting import wait_until
 
@@ -112,13 +111,13 @@ class Rendezvous:
                 self.has_begun = True
                 release_before_finalize(self)
 
-    def resolve_header(self, content: Bytes, source: int) -> tuple[PeerSlot, int] | None:
+    def resolve_header(self, content: memoryview, source: int) -> tuple[PeerSlot, int] | None:
         """Return the slot and the bytes of the message whose header MPI has received into ``content``.
 
         Return None for data of the length of a header. Raises `HandleError` for a damaged header, or if the slot cannot
         be opened.
         """
-        key, nbytes = PREFIX.unpack_from(content.data)
+        key, nbytes = PREFIX.unpack_from(content)
         slot = self._peer_slots.get(key)
         if slot is None:
             header = RendezvousHeader.unpack(content[:HEADER_NBYTES].tobytes(), self._secret)

@@ -7,22 +7,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader
 from mpicomm.mpi.doctor_rows import mprobe, probe, recv
 
-Bytes = npt.NDArray[np.uint8]
-
 _lock = threading.Lock()  # so that no thread receives the message of another thread
 
 
-def unpack(packed: Bytes, spec: Any) -> None:
+def unpack(packed: memoryview, spec: Any) -> None:
     """Unpack bytes into a buffer specification. Raises `MPI.Exception` for more bytes than the buffer takes."""
     with _lock:
-        _self_comm().Sendrecv([packed, packed.size, MPI.PACKED], 0, 0, spec, 0, 0)
+        _self_comm().Sendrecv([packed, packed.nbytes, MPI.PACKED], 0, 0, spec, 0, 0)
 
 
 @cache  # the caller has the lock
@@ -61,9 +57,9 @@ class MatchedMessage(MPI.Message):
         if nbytes == HEADER_NBYTES and secret is not None:
             # The length may be the length of a rendezvous header. MPI shows the content of a message only to a receive.
             # So this receives the message, sends it to this process itself, and matches it again.
-            content = np.empty(HEADER_NBYTES, np.uint8)
+            content = bytearray(HEADER_NBYTES)
             message.Recv([content, HEADER_NBYTES, MPI.PACKED])
-            header = RendezvousHeader.unpack(content.tobytes(), secret)
+            header = RendezvousHeader.unpack(content, secret)
             nbytes = nbytes if header is None else header.nbytes
             with _lock:
                 resend = _self_comm().Isend([content, HEADER_NBYTES, MPI.PACKED], 0, 0)
@@ -102,8 +98,8 @@ class MatchedMessage(MPI.Message):
         """Start to receive a message of a Python object; see mpi4py."""
         pickled = self._pickled(MPI.Status())
         with _lock:  # mpi4py's own request unpickles the object
-            request = _self_comm().irecv(bytearray(pickled.size), 0, 0)
-            _self_comm().Send([pickled, pickled.size, MPI.PACKED], 0, 0)
+            request = _self_comm().irecv(bytearray(len(pickled)), 0, 0)
+            _self_comm().Send([pickled, MPI.PACKED], 0, 0)
             return request
 
     def recv_into(self, spec: Any, status: MPI.Status) -> None:
@@ -115,9 +111,9 @@ class MatchedMessage(MPI.Message):
         """Start to receive: a `StartReceiveInto`."""
         return super().Irecv(spec), self._fill_source
 
-    def _pickled(self, status: MPI.Status) -> Bytes:
-        pickled = np.empty(self._carried_nbytes, np.uint8)
-        self.recv_into([pickled, pickled.size, MPI.PACKED], status)
+    def _pickled(self, status: MPI.Status) -> bytearray:
+        pickled = bytearray(self._carried_nbytes)
+        self.recv_into([pickled, MPI.PACKED], status)
         return pickled
 
 
