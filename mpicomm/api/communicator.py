@@ -217,7 +217,7 @@ class Communicator(
         from mpicomm.messages.calls import Messages  # few programs send messages of GPU arrays
 
         messages = Messages(self, self._session.placement, self._session.gpu)
-        self._session.keep_beside(messages.rendezvous)
+        self._session.keep_local(messages.rendezvous)
         self._session.before_suspension = messages.rendezvous.give_back
         return messages
 
@@ -246,7 +246,7 @@ class Communicator(
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
-            self._session.leave_by(error)
+            self._session.explain_exit(error)
         close_after(error, self.Free)
 
     @property

@@ -61,7 +61,7 @@ class Internals:
     def free(self, timeout_s: float) -> None:
         """Free the communicator, but wait at most ``timeout_s`` for a rank. Collective, blocking."""
         if self._comm != MPI.COMM_NULL:
-            self._session.hasten(timeout_s)
+            self._session.shorten_deadline(timeout_s)
             self._comm.Free()
 
     def abandon(self) -> None:

@@ -44,7 +44,7 @@ class Engines:
         self._making = threading.Lock()
         self._internode: tuple[str, dict[str, str]] = "", {}
         self._transfers: list[Transfers] = []
-        session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
+        session.has_stray_messages = lambda: any(transfers.failed for transfers in self._transfers)
 
     def internode(self, operation: str) -> tuple[str, dict[str, str]]:
         """Return the name of the transport between peer domains, "" in one domain, and the reasons against better ones.
@@ -72,7 +72,7 @@ class Engines:
                 session = self.session.set_up(operation)
                 session.require_usable(operation)
                 self._host = session.keep(HostEngine(session.node, self.node_log(operation)))
-                session.timeout_on_host = self._timeout_on_host
+                session.host_timeout = self._timeout_on_host
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")
                 raise CollectiveTimeoutError(
@@ -155,7 +155,7 @@ class Engines:
         if group not in self._call_logs:
             index = int(group is not session.domain)
             self._call_logs[group] = session.keep(CallLog(group, session.row, index, session.call_by_mpi))
-            session.awaited_elsewhere = lambda: any(log.ahead() for log in self._call_logs.values())
+            session.peers_wait_elsewhere = lambda: any(log.ahead() for log in self._call_logs.values())
             for each in (session.group, session.node, session.domain):
                 each.absence_reason = self._absence_reason
         return self._call_logs[group]

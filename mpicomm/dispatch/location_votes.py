@@ -79,7 +79,7 @@ class LocationVotes:
         """The started calls that have not begun yet: what `start` got, and what begins them."""
         self._turn = threading.Lock()  # `Wait`, the next call and the completer's thread all advance the queue
         self._taker: int | None = None  # the thread that has the turn
-        session.begin_started = self._begin_started
+        session.begin_deferred = self._begin_started
         self.completer = Completer()
         """It completes requests that MPI serves, and advances the queue."""
 
@@ -143,7 +143,7 @@ class LocationVotes:
 
     def _opened(self, operation: Operation, *, patient: bool) -> CallLog:
         if self._log is None:
-            with self._session.patience() if patient else nullcontext():
+            with self._session.without_deadline() if patient else nullcontext():
                 self._log = self._engines.node_log(operation.name)
         return self._log
 

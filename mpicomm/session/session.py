@@ -25,17 +25,17 @@ class Session(SetUp):
         """Release one array or event; see its ``close``."""
         if self._freed:
             return
-        # All ranks have the same things in the same order, so the index names the thing on all ranks.
+        # All ranks keep the same things in the same order, so the index names the thing on all ranks.
         position = next(number for number, each in enumerate(self._shared) if each is shared)  # == refuses arrays
         step = f"{what} {position}: close"
-        late = self._meet(step)
+        error = self._meet(step)
         try:
-            self._give_back([shared], step, late)
+            self._release_members([shared], step, error)
         finally:
-            self._shared = tuple(each for each in self._shared if each is not shared)
+            del self._shared[position]  # a thread that keeps something meanwhile appends it
 
     def check(self, stream: Any) -> None:
-        """Wait for a stream, then raise the error of its work; see ``Communicator.check``. Local."""
+        """Wait for a stream, then raise the error of its work: see ``Communicator.check``. Local."""
         self._require_unfreed("check")
         self.require_intact("check")
         if self._has_device:
@@ -43,7 +43,7 @@ class Session(SetUp):
             self.backend.check()
 
     def suspend(self, *, keep: bool) -> None:
-        """Give device memory back; see ``Communicator.suspend``. Collective, blocking."""
+        """Free device memory for a while: see ``Communicator.suspend``. Collective, blocking."""
         self._require_unfreed("suspend")
         if self.is_suspended:
             return
@@ -51,92 +51,91 @@ class Session(SetUp):
         self.require_intact("suspend")
 
         def memories() -> list[SharedSegments]:
-            members = [member for member in (*self._beside, *self._shared) if isinstance(member, Suspendable)]
+            members = [member for member in (*self._local, *self._shared) if isinstance(member, Suspendable)]
             return [shared for member in members for shared in member.memories() if shared.content is not None]
 
         suspension = Suspension(self.group, self.backend, self.kind)
         suspension.save(memories, self.before_suspension, keep=keep)
         # From here on no call may use the memory, also if a step fails.
-        self._suspension, self._is_shut = suspension, True
+        self._suspension, self._is_unusable = suspension, True
         suspension.give_back()
 
     def resume(self) -> None:
-        """Take device memory again; see ``Communicator.resume``. Collective, blocking."""
+        """Allocate device memory again: see ``Communicator.resume``. Collective, blocking."""
         self._require_unfreed("resume")
         suspension = self._suspension
         if suspension is None:
             return
         self.require_intact("resume")
-
         suspension.take_back()
-        self._suspension, self._is_shut = None, False
+        self._suspension, self._is_unusable = None, False
 
     def close(self) -> None:
         """Release everything. Collective, blocking; local if the communicator is broken. Idempotent.
 
-        If the communicator is not set up, this sets nothing up. Its ranks then wait for each other only if
-        `_opened_unasked`.
+        It never sets the communicator up. Without a set-up its ranks wait for each other only if
+        `_peers_may_map_outbox`.
         """
         if self._freed:
             return
-        if not (self._groups or self._has_device or self._shared or self._beside or self._opened_unasked):
-            # Most communicators of a program end so, because they carry only host messages.
-            self._freed = self._is_shut = True
+        if not (self._groups or self._has_device or self._shared or self._local or self._peers_may_map_outbox):
+            # Most communicators of a program end here, because they carry only host messages.
+            self._freed = self._is_unusable = True
             if self._row is not None:
                 self._row.hide()
             return
         if self._groups:
-            self.group.extend_deadline = self.awaited_elsewhere
-        late = self._meet("Free")
-        if self.tracer is not None and late is None and self._groups and self.intact:
+            self.group.extend_deadline = self.peers_wait_elsewhere
+        error = self._meet("Free")
+        if self.tracer is not None and error is None and self._groups and self.intact:
             self.tracer.read_clocks_again(self.group, self.private)
-        self._freed = self._is_shut = True
-        everything = [*reversed(self._shared), *self._beside]
+        self._freed = self._is_unusable = True
+        everything = [*reversed(self._shared), *self._local]
         try:
-            self._give_back(everything, "Free", late)
+            self._release_members(everything, "Free", error)
         except PeerError:
-            # A Ctrl-C may take a rank out of its `close`. That rank comes to `close` once more, and may still send over
-            # the private communicator. So nothing frees that communicator, because MPI would reuse its number.
-            self._missed = True
+            # A Ctrl-C may take a rank out of its `close`. That rank may call `close` once more, and then sends over the
+            # private communicator. So nothing frees that communicator, because MPI would reuse its context id.
+            self._rank_is_missing = True
             raise
         finally:
             self.row.hide()
-            self._shared = ()
+            self._shared.clear()
             if self._has_device:
                 self.backend.close()
-            # MPI gives the number of a freed communicator to another, which would get messages that are left.
-            if self._private is not None and self.intact and not self._left_messages:
+            # MPI gives the context id of a freed communicator to another, which would get stray messages.
+            if self._private is not None and self.intact and not self._stray_messages:
                 self._private.Free()
 
-    def leave_by(self, error: BaseException) -> None:
-        """Let `close` name ``error`` to ranks that come later, and in its own error if ranks do not come. Local."""
+    def explain_exit(self, error: BaseException) -> None:
+        """Let `close` give ``error`` as the reason to late ranks, and in its own error if ranks are missing. Local."""
         reason = f"rank {self.placement.rank} left its with block by {type(error).__name__}: {error}"
         if self._groups:
             self.group.absence_reason = lambda ranks: reason
 
     def release(self) -> None:
-        """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
+        """Unmap the peers' memory before MPI_Finalize; local.
 
-        The memory of this rank lives until the process ends, because slower peers may still access it.
+        The memory of this rank stays until the process ends, because slower peers may still access it.
         """
         if self._freed:
             return
-        self._freed = self._is_shut = True
+        self._freed = self._is_unusable = True
         with contextlib.suppress(MpicommError):
             self.backend.synchronize()
-            self._tell_error("MPI_Finalize")
-            for member in (*self._shared, *self._beside):
+            self._log_unraised_error("MPI_Finalize")
+            for member in (*self._shared, *self._local):
                 member.close_peers()
 
     @property
-    def _opened_unasked(self) -> bool:
-        """Whether peers may have opened this rank's outbox. A peer needs no set-up for it, and tells no other rank."""
+    def _peers_may_map_outbox(self) -> bool:
+        """Whether peers may have mapped this rank's outbox. A peer does so without a set-up and without notice."""
         return self.placement.here.sends_headers
 
     def _meet(self, step: str) -> MpicommError | None:
-        """Wait until all ranks are about to release the same things; return the error of a rank that does not come.
+        """Wait until all ranks are about to release the same things; return the error if a rank is missing.
 
-        After a timeout of an earlier call no rank waits: ranks that have given up tell the others.
+        After a timeout of an earlier call no rank waits: ranks that have given up abort the group.
 
         Raises `PeerError` if ranks make different calls. Then nothing is released, and all ranks can go on.
         """
@@ -157,8 +156,8 @@ class Session(SetUp):
         return None
 
     def _timeout(self, step: str) -> CollectiveTimeoutError | None:
-        """Return the timeout of an earlier call, if there was one. Local."""
-        self._tell_error(step)
+        """Return the timeout of an earlier call, if any. Local."""
+        self._log_unraised_error(step)
         if isinstance(self._part_error, CollectiveTimeoutError):
             return self._part_error
         try:
@@ -167,39 +166,39 @@ class Session(SetUp):
             return error
         except MpicommError:
             return None
-        return self.timeout_on_host()
+        return self.host_timeout()
 
-    def _give_back(self, shared: Sequence[Shared], step: str, late: MpicommError | None) -> None:
-        """Stop work, unmap the peers' memory, wait until all ranks have done so, free own memory; raise ``late``.
+    def _release_members(self, members: Sequence[Shared], step: str, error: MpicommError | None) -> None:
+        """Synchronize, unmap the peers' memory, meet all ranks, free own memory; raise ``error``, if any.
 
-        The wait keeps a rank from freeing memory that a slower peer still maps or uses. No second wait is needed,
+        The ranks meet so that none frees memory that a slower peer still maps or uses. They need not meet again,
         because no rank uses the same memory again before the next allgather.
         """
 
-        def stop_and_unmap() -> bool:
+        def synchronize_and_unmap() -> bool:
             """Return whether this rank may have sent messages that no receive takes."""
-            with contextlib.ExitStack() as then:
-                for member in reversed(shared):
-                    then.callback(member.close_peers)
+            with contextlib.ExitStack() as stack:
+                for member in reversed(members):
+                    stack.callback(member.close_peers)
                 if self._has_device:
                     self.backend.synchronize()
-                    self._tell_error(step)
-            return self._left_messages or self.leaves_messages()
+                    self._log_unraised_error(step)
+            return self._stray_messages or self.has_stray_messages()
 
-        with contextlib.ExitStack() as last:
-            for member in reversed(shared):
-                last.callback(member.close_own)  # whatever fails before, because a peer that is gone maps nothing
+        with contextlib.ExitStack() as stack:
+            for member in reversed(members):
+                stack.callback(member.close_own)  # whatever fails before, because a peer that is gone maps nothing
             if self._groups and self.intact:
-                self._left_messages |= any(self.group.allgather(f"{step}: unmap", stop_and_unmap))
+                self._stray_messages |= any(self.group.allgather(f"{step}: unmap", synchronize_and_unmap))
             else:
-                if self._opened_unasked and not self._groups:
-                    last.callback(self._meet_without_groups, step)
-                stop_and_unmap()
-            if late is not None:
-                raise late
+                if self._peers_may_map_outbox and not self._groups:
+                    stack.callback(self._meet_without_groups, step)
+                synchronize_and_unmap()
+            if error is not None:
+                raise error
 
-    def _tell_error(self, step: str) -> None:
-        """Log the error of work on the GPU if no call has raised it, because the program may have used the results."""
+    def _log_unraised_error(self, step: str) -> None:
+        """Log an error of work on the GPU that no call has raised, because the program may have used the results."""
         error = None if isinstance(self.backend, HostBackend) else self.backend.untold()
         if error is not None:
             log.logger.error("%s: earlier calls on GPUs have failed, and their results are wrong: %s", step, error)
@@ -208,5 +207,5 @@ class Session(SetUp):
         try:
             monitored_barrier(self._comm, step, self.placement.here.timeout_s)
         except CollectiveTimeoutError:
-            self._missed = True
+            self._rank_is_missing = True
             raise

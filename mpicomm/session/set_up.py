@@ -32,15 +32,12 @@ if TYPE_CHECKING:
     from mpicomm.recording.tracer import DeviceTracer, Tracer
 
 _DOMAIN_TAG, _PART_TAG = 2, 4  # they keep messages of a part apart from the messages of the whole communicator
-_PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
+_NO_DEADLINE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
 
 # Two threads may send the first messages of a communicator at once. Of two devices, one would replace the other, which
 # nobody closes, and on which messages are in flight. The lock serves all communicators, most of which open no device.
-_opening = threading.Lock()
-# The thread that begins started collectives may keep an engine while the program keeps an array. Without the lock one
-# of two additions may be lost, whose memory stays.
-_keeping = threading.Lock()
+_device_lock = threading.Lock()
 
 
 class SetUp:
@@ -65,28 +62,26 @@ class SetUp:
     mappings: Mappings
     """The symmetric arrays that are open."""
 
-    # Most communicators of a program carry only host messages, so the class has what they do not change.
+    # Class attributes, because most communicators of a program carry only host messages, which change none of them.
     device_tracer: DeviceTracer | None = None
     """Measures the work of recorded calls on the device."""
-    awaited_elsewhere: Callable[[], bool] = staticmethod(lambda: False)
-    """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
-    timeout_on_host: Callable[[], CollectiveTimeoutError | None] = staticmethod(lambda: None)
+    peers_wait_elsewhere: Callable[[], bool] = staticmethod(lambda: False)
+    """Returns whether peers wait for this rank in another call. They come to `close` after their deadline."""
+    host_timeout: Callable[[], CollectiveTimeoutError | None] = staticmethod(lambda: None)
     """Returns the timeout of an earlier collective on host arrays."""
-    leaves_messages: Callable[[], bool] = staticmethod(lambda: False)
-    """Says whether messages between peer domains may be in flight that no receive takes."""
-    begin_started: Callable[[], None] = staticmethod(lambda: None)
-    """Begins the nonblocking calls that the program has started before."""
+    has_stray_messages: Callable[[], bool] = staticmethod(lambda: False)
+    """Returns whether messages between peer domains may be in flight that no receive takes."""
+    begin_deferred: Callable[[], None] = staticmethod(lambda: None)
+    """Begins the nonblocking calls that the program has started and that are deferred."""
     before_suspension: Callable[[], None] = staticmethod(lambda: None)
-    """Gives back memory to which no graph, no known call and no peer refers."""
+    """Frees memory to which no graph, no known call and no peer refers."""
     _private: MPI.Intracomm | None = None  # this session frees it
     _groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
     _part_error: CollectiveTimeoutError | PeerError | None = None  # of `await_some`
     _row: CommunicatorRow | None = None
     _suspension: Suspension | None = None
-    _has_device = _missed = _freed = _left_messages = _is_patient = False
-    _shared: tuple[Shared, ...] = ()
-    _beside: tuple[Shared, ...] = ()
-    _is_shut = False  # freed or suspended: every call on a device array reads it
+    _has_device = _rank_is_missing = _freed = _stray_messages = _has_no_deadline = False
+    _is_unusable = False  # freed or suspended: every call on a device array reads it
 
     def __init__(
         self,
@@ -100,6 +95,9 @@ class SetUp:
         self.tracer = tracer
         self.mappings = Mappings()
         self._comm = comm
+        # Lists, because another thread may append: the thread that begins deferred calls may set up an engine.
+        self._shared: list[Shared] = []
+        self._local: list[Shared] = []
         self._number_of_row = placement.row_header.next_number()
         if backend is not None:
             self._use(backend)
@@ -131,10 +129,9 @@ class SetUp:
         page().set_world(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         limit_s = environment.usable_timeout_s(timeout_s)
         with _private_group(comm, "Communicator", limit_s) as (private, group):
-            # A rank with a bad value must still be able to tell the others, so allgathers check the values.
-            group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
 
             def configure() -> environment.Recording | None:
+                environment.timeout_s(timeout_s)  # here, so that a bad value on one rank is an error on all ranks
                 log.configure(MPI.COMM_WORLD.rank)
                 return environment.recording()
 
@@ -157,7 +154,7 @@ class SetUp:
     @property
     def intact(self) -> bool:
         """Whether all ranks still answered in the last allgather; collective MPI calls would hang otherwise."""
-        return not (self._missed or (self._groups and any(group.broken for group in self._groups)))
+        return not (self._rank_is_missing or (self._groups and any(group.broken for group in self._groups)))
 
     def set_up(self, what: str) -> Self:
         """Return this session with its device and groups. Collective the first time, else local.
@@ -166,10 +163,10 @@ class SetUp:
         """
         # Else another thread may begin them during this call. It would set up memory in steps that other ranks make
         # before this call, and enqueue kernels after those of this call.
-        self.begin_started()
+        self.begin_deferred()
         if not self._groups:
             self._require_open(what)
-            limit_s = _PATIENCE_S if self._is_patient else self.placement.here.timeout_s
+            limit_s = _NO_DEADLINE_S if self._has_no_deadline else self.placement.here.timeout_s
             with _private_group(self._comm, what, limit_s, self.absence_reason) as made:
                 self._open(*made)
         return self
@@ -180,7 +177,7 @@ class SetUp:
         try:
             monitored_barrier(comm, what, self.placement.here.timeout_s, self.absence_reason)
         except BaseException:
-            self._left_messages |= comm is self._private
+            self._stray_messages |= comm is self._private
             raise
 
     def await_some(self, what: str, ranks: Sequence[int]) -> bool:
@@ -201,20 +198,20 @@ class SetUp:
         try:
             part.barrier(what)
         except BaseException as error:
-            self._part_error, self._left_messages = broken_by(error, what, self.placement.rank), True
+            self._part_error, self._stray_messages = broken_by(error, what, self.placement.rank), True
             raise
         return True
 
     @contextlib.contextmanager
-    def patience(self) -> Iterator[None]:
+    def without_deadline(self) -> Iterator[None]:
         """Give a ``with`` block in which this rank waits for the others as long as MPI does, also in `set_up`."""
-        self._is_patient = True
+        self._has_no_deadline = True
         for group in self._groups:
-            group.timeout_s = _PATIENCE_S
+            group.timeout_s = _NO_DEADLINE_S
         try:
             yield
         finally:
-            self._is_patient = False
+            self._has_no_deadline = False
             for group in self._groups:
                 group.timeout_s = self.placement.here.timeout_s
 
@@ -246,14 +243,12 @@ class SetUp:
 
     def keep(self, shared: AnyShared) -> AnyShared:
         """Release ``shared`` with the communicator; all ranks keep the same things in the same order. Local."""
-        with _keeping:
-            self._shared += (shared,)
+        self._shared.append(shared)
         return shared
 
-    def keep_beside(self, member: Shared) -> None:
-        """Release ``member`` with the communicator. Unlike with `keep`, each rank has a separate member. Local."""
-        with _keeping:
-            self._beside += (member,)
+    def keep_local(self, member: Shared) -> None:
+        """Release ``member`` with the communicator. Unlike with `keep`, the other ranks need not have it. Local."""
+        self._local.append(member)
 
     def links(self) -> tuple[Link, ...]:
         """Return this rank's link to the memory of each rank, after `set_up`; local."""
@@ -271,7 +266,7 @@ class SetUp:
         """Return the memory that this communicator has set up on this rank, by purpose. Local."""
         own = self.backend.memory_use() if self._has_device else ()
         saved = MemoryUse("suspended contents", host_nbytes=self._suspension.host_nbytes if self._suspension else 0)
-        members = (use for member in (*self._beside, *self._shared) for use in member.memory_use())
+        members = (use for member in (*self._local, *self._shared) for use in member.memory_use())
         return summed([*own, *members, saved])
 
     def require_usable(self, what: object) -> None:
@@ -279,7 +274,7 @@ class SetUp:
 
         ``what`` becomes text, the call in words, only for an error.
         """
-        if self._is_shut:
+        if self._is_unusable:
             self._require_open(what)
         for group in self._groups:
             # `require_intact` has these two checks, too. They save a call of it, because every known call comes here.
@@ -321,7 +316,7 @@ class SetUp:
         """Whether the driver has the memory. The same on all ranks."""
         return self._suspension is not None
 
-    def hasten(self, limit_s: float) -> None:
+    def shorten_deadline(self, limit_s: float) -> None:
         """Let later steps wait at most ``limit_s`` seconds for a rank. Local."""
         for group in self._groups:
             group.timeout_s = min(group.timeout_s, limit_s)
@@ -336,7 +331,7 @@ class SetUp:
             raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
     def _open_device(self) -> None:
-        with _opening:
+        with _device_lock:
             if not self._has_device:
                 self._use(self.placement.create_backend())
 
@@ -371,7 +366,7 @@ class SetUp:
         if not isinstance(self.backend, HostBackend):
             self.backend.kind = self.kind
         self.pads = SignalPads(self.node, self.backend, self.kind)
-        self.keep_beside(self.pads)
+        self.keep_local(self.pads)
         self._private = private
         members = self.placement.domain_ranks
         self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)

@@ -121,8 +121,8 @@ gc.collect()
 def test_exception_of_one_rank_ends_the_job(rank: int, block: str, runner: tuple[str, ...]) -> None:
     code = f"""
 import contextlib
-comm._session.hasten(0.5)
-child._session.hasten(0.5)
+comm._session.shorten_deadline(0.5)
+child._session.shorten_deadline(0.5)
 with {block}:
     if comm.rank == {rank}:
         raise ValueError("the cause")

@@ -218,24 +218,6 @@ def test_a_communicator_has_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engines.on_gpu("Send") is second.joined()
 
 
-def test_a_communicator_frees_all_that_it_keeps(placement: Placement) -> None:
-    """The sum of what it keeps and a further member is not made at once."""
-
-    class Kept(tuple[Any, ...]):
-        def __add__(self, other: Any) -> Any:
-            second.meanwhile()
-            return Kept((*self, *other))
-
-    for keeps, method in (("_shared", "keep"), ("_beside", "keep_beside")):
-        session = Session(MPI.COMM_SELF, placement)
-        keep = getattr(session, method)
-        second = Second(lambda keep=keep: keep("second"))  # type: ignore[misc]
-        setattr(session, keeps, Kept())
-        keep("first")
-        second.joined()
-        assert set(getattr(session, keeps)) == {"first", "second"}
-
-
 @pytest.fixture
 def queue() -> Iterator[UnexpectedQueue]:
     """A queue that a probe has filled with a message of tag 1. A message of tag 2 is in MPI."""
