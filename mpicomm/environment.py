@@ -132,7 +132,7 @@ def usable_timeout_s(argument: float | None) -> float:
         return DEFAULT_TIMEOUT_S
 
 
-def most_nbytes() -> int | None:
+def memory_limit_nbytes() -> int | None:
     """Return MPICOMM_MEMORY: the most bytes of a GPU that a communicator takes beyond its arena; None for no bound."""
     text = os.environ.get("MPICOMM_MEMORY")
     if not text:

@@ -29,21 +29,20 @@ from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.log import logger
 
 SECRET_NBYTES = 32
-_MOST_SUBSETS = 64  # that are kept
-_SAME = ("handle", "timeout_s", "reductions", "leaves")  # arguments that are the same on all ranks
+_MAX_SUBSETS = 64  # that are kept
 
-_given: list[bytes] = []
-"""UUID of the GPU that "auto" has given this process, after it has. A rank keeps this GPU in all its communicators,
+_assigned: list[bytes] = []
+"""UUID of the GPU that "auto" has assigned to this process, if it has. A rank keeps this GPU in all its communicators,
 because its arrays are there."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is, and the device and the handle kind that it uses: first the requested values, then the chosen.
+    """Where a rank runs, and the device and the handle kind that it uses: first the requested, then the chosen ones.
 
-    ``devices`` are the GPUs that the rank sees. ``device`` is an ordinal among them, or "cpu", or "auto" until the
-    choice. ``handle`` is a handle kind, or "auto" until the choice. ``rejected`` has the reason against each better
-    kind.
+    ``devices`` are the GPUs that are visible to the rank. ``device`` is an ordinal among them, or "cpu", or "auto"
+    until the choice. ``handle`` is a handle kind, or "auto" until the choice. ``rejected`` has the reason against each
+    better kind.
     """
 
     host: str
@@ -57,11 +56,11 @@ class RankPlace:
     rejected: dict[str, str] = field(default_factory=dict)
     token: bytes = field(default=b"", repr=False)
     """The part of this rank in the secret of each of its communicators."""
-    given: bytes = b""
-    """UUID of the GPU that "auto" gave this process before, else empty."""
+    assigned: bytes = b""
+    """UUID of the GPU that "auto" assigned to this process before, else empty."""
     local_id: int = 0
-    most_nbytes: int | None = None
-    number: int = 0
+    memory_limit_nbytes: int | None = None
+    process_number: int = 0
     completes: bool = False
     """Whether blocking calls on device memory are complete on return, for every stream, as in a CUDA-aware MPI."""
     reductions: str = "auto"
@@ -74,17 +73,19 @@ class RankPlace:
         return self.handle == "ipc" and isinstance(self.device, int)
 
     @property
-    def most_outbox_nbytes(self) -> int | None:
-        """The part of `most_nbytes` for the outbox.
+    def outbox_limit_nbytes(self) -> int | None:
+        """The part of `memory_limit_nbytes` for the outbox.
 
-        The part is fixed, because each rank grows its outbox without the others, and all ranks must agree on the rest.
+        It is fixed, because each rank grows its outbox without the others, and all ranks must agree on the rest.
         """
-        return None if self.most_nbytes is None else self.most_nbytes // 4 if self.handle == "ipc" else 0
+        if self.memory_limit_nbytes is None:
+            return None
+        return self.memory_limit_nbytes // 4 if self.handle == "ipc" else 0
 
     @property
-    def most_shared_nbytes(self) -> int | None:
-        """The part of `most_nbytes` for memory that the ranks of the node set up together."""
-        return None if self.most_nbytes is None else self.most_nbytes - (self.most_outbox_nbytes or 0)
+    def shared_limit_nbytes(self) -> int | None:
+        """The part of `memory_limit_nbytes` for memory that is shared collectively."""
+        return None if self.memory_limit_nbytes is None else self.memory_limit_nbytes - (self.outbox_limit_nbytes or 0)
 
     @property
     def device_uuid(self) -> bytes:
@@ -93,7 +94,7 @@ class RankPlace:
 
 
 class Placement:
-    """The places of all ranks. It is the same on all ranks, except for ``rank``."""
+    """The place of each rank. It is the same on all ranks, except for ``rank``."""
 
     def __init__(self, places: Sequence[RankPlace], rank: int) -> None:
         self.places = tuple(places)
@@ -105,22 +106,20 @@ class Placement:
             (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
         )
         self.local_rank = self.node_ranks.index(rank)
-        self._everyone = range(len(self.places))
-        self._all_numbers = tuple(self._everyone)
         self._subsets: dict[tuple[int, ...], Placement] = {}
 
     @cached_property
     def row_header(self) -> RowHeader:
         """This rank's part of the page of the doctor that all communicators of this placement have in common."""
-        processes = [Member(place.host, place.pid, place.number) for place in self.places]
+        processes = [Member(place.host, place.pid, place.process_number) for place in self.places]
         return RowHeader(self.rank, processes, self.here.device)
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each peer domain: the ranks of a node, in several parts if kernels do not serve so many."""
+        """The ranks of each peer domain: the ranks of a node, in several domains if kernels do not serve so many."""
         on_gpus = isinstance(self.here.device, int)
         return tuple(
-            tuple(part) for ranks in self.nodes for part in parts_of(ranks, MAX_RANKS if on_gpus else len(ranks))
+            tuple(part) for ranks in self.nodes for part in split_evenly(ranks, MAX_RANKS if on_gpus else len(ranks))
         )
 
     @property
@@ -129,8 +128,8 @@ class Placement:
         return next(ranks for ranks in self.domains if self.rank in ranks)
 
     @property
-    def most_on_a_device(self) -> int:
-        """The largest number of ranks that share a GPU, on whichever nodes they count; 1 without GPUs."""
+    def max_ranks_per_device(self) -> int:
+        """The largest number of ranks that share a GPU, even if they count as several nodes; 1 without GPUs."""
         gpus = Counter(place.device_uuid for place in self.places if place.device != "cpu")
         return max(gpus.values(), default=1)
 
@@ -169,13 +168,15 @@ class Placement:
     def subset(self, ranks: Sequence[int]) -> Placement:
         """Return the placement of a communicator of some of these ranks, among them this rank; local.
 
-        The placement is kept, because programs make communicators of the same ranks again and again.
+        The placement is kept, because programs make communicators of the same ranks repeatedly, and those share a row
+        header.
         """
-        if ranks == self._everyone or (numbers := tuple(ranks)) == self._all_numbers:
+        numbers = tuple(ranks)
+        if numbers == tuple(range(len(self.places))):
             return self
         found = self._subsets.get(numbers)
         if found is None:
-            if len(self._subsets) >= _MOST_SUBSETS:
+            if len(self._subsets) >= _MAX_SUBSETS:
                 self._subsets.clear()
             places = [self.places[rank] for rank in numbers]
             found = self._subsets[numbers] = Placement(places, numbers.index(self.rank))
@@ -199,13 +200,13 @@ def find_placement(
     reductions: str = "auto",
     leaves: int = 64,
 ) -> Placement:
-    """Find the nodes and give every rank a device. Collective; all ranks raise the same error for bad arguments.
+    """Find the nodes and assign a device to each rank. Collective; all ranks raise the same error for bad arguments.
 
     ``completes`` returns `RankPlace.completes`, or raises.
     """
 
-    def look_around() -> RankPlace:
-        # The calls raise for a bad value here, so a bad value on one rank is an error on all ranks.
+    def describe_this_rank() -> RankPlace:
+        # They raise for a bad value. Here a bad value on one rank is an error on all ranks.
         environment.bind_cpu()
         environment.internode()
         if not isinstance(leaves, int) or leaves not in [1 << bits for bits in range(11)]:
@@ -230,18 +231,19 @@ def find_placement(
             environment.handle(handle),
             group.timeout_s,
             token=secrets.token_bytes(SECRET_NBYTES),
-            given=_given[0] if _given else b"",
+            assigned=_assigned[0] if _assigned else b"",
             local_id=environment.local_id(),
-            most_nbytes=environment.most_nbytes(),
-            number=process_number(),
+            memory_limit_nbytes=environment.memory_limit_nbytes(),
+            process_number=process_number(),
             completes=completes(),
             reductions=environment.reductions(reductions),
             leaves=leaves,
         )
 
-    places = group.allgather("Communicator: find devices", look_around)
-    for argument, name in (*zip(_SAME, _SAME, strict=True), ("MPICOMM_MEMORY", "most_nbytes")):
-        require_same(argument, [getattr(place, name) for place in places])
+    places = group.allgather("Communicator: find devices", describe_this_rank)
+    for argument in ("handle", "timeout_s", "reductions", "leaves"):
+        require_same(argument, [getattr(place, argument) for place in places])
+    require_same("MPICOMM_MEMORY", [place.memory_limit_nbytes for place in places])
     requests = [place.device for place in places]
     kinds = ["ordinal" if isinstance(request, int) else request for request in requests]
     require_same("device", kinds)
@@ -259,8 +261,8 @@ def find_placement(
     places = [replace(place, device=request) for place, request in zip(places, requests, strict=True)]
     placement = Placement(places, group.rank)
     if kinds[0] == "auto" and requests[group.rank] != "cpu":
-        _given[:] = [placement.here.device_uuid]
-    _announce(placement, automatic=kinds[0] == "auto")
+        _assigned[:] = [placement.here.device_uuid]
+    _log_choice(placement, automatic=kinds[0] == "auto")
     if environment.bind_cpu():
         _bind_cpu(placement.here)
     return placement
@@ -272,57 +274,58 @@ def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:
         return chosen
     for ranks in group_by_node([place.node_key for place in places]):
         visible = [[device.uuid for device in places[rank].devices] for rank in ranks]
-        given = [places[rank].given for rank in ranks]
+        assigned = [places[rank].assigned for rank in ranks]
         local_ids = [places[rank].local_id for rank in ranks]
-        for rank, ordinal in zip(ranks, assign_devices(visible, given, local_ids), strict=True):
+        for rank, ordinal in zip(ranks, assign_devices(visible, assigned, local_ids), strict=True):
             chosen[rank] = ordinal
     return chosen
 
 
-def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], local_ids: Sequence[int]) -> list[int]:
-    """Give each rank of a node the device that the fewest other ranks have; return an ordinal for each rank.
+def assign_devices(
+    visible: Sequence[Sequence[bytes]], assigned: Sequence[bytes], local_ids: Sequence[int]
+) -> list[int]:
+    """Assign to each rank of a node the device that the fewest other ranks have; return an ordinal for each rank.
 
-    ``visible`` holds the UUIDs that each rank sees, in its order, and ordinals count in this order. A rank first keeps
-    the device that it was ``given`` in another communicator. One rule covers the rest:
+    ``visible`` holds the UUIDs that each rank sees, in its order, and ordinals count in this order. First, ranks keep
+    the devices that are ``assigned`` to them in other communicators. One rule covers the rest:
 
     * Ranks that see all devices get one device each, in order.
     * Ranks that see one device each (CUDA_VISIBLE_DEVICES set per rank) get that device.
-    * If there are more ranks than devices, the devices get equally many ranks.
+    * If there are more ranks than devices, ranks are spread evenly over the devices.
 
-    If all ranks see the same devices, the search of a rank begins at its entry in ``local_ids``. This entry is its
-    number among all processes of the job on the machine. So two halves of the job that each make a communicator take
-    different devices.
+    If all ranks see the same devices, the search of a rank begins at its entry in ``local_ids``, its number among all
+    processes of the job on the machine. So two halves of the job that each make a communicator take different devices.
     """
-    users = Counter(uuid for uuid, uuids in zip(given, visible, strict=True) if uuid in uuids)
-    alike = len({tuple(uuids) for uuids in visible}) == 1
+    users = Counter(uuid for uuid, uuids in zip(assigned, visible, strict=True) if uuid in uuids)
+    same_view = len({tuple(uuids) for uuids in visible}) == 1
     ordinals = []
-    for uuids, kept, local_id in zip(visible, given, local_ids, strict=True):
+    for uuids, kept, local_id in zip(visible, assigned, local_ids, strict=True):
         if kept in uuids:
             ordinals.append(uuids.index(kept))
             continue
-        begin = local_id if alike else 0
+        begin = local_id if same_view else 0
         ordinal = min(range(len(uuids)), key=lambda index: (users[uuids[index]], (index - begin) % len(uuids)))
         users[uuids[ordinal]] += 1
         ordinals.append(ordinal)
     return ordinals
 
 
-def parts_of(ranks: Sequence[int], most: int) -> list[list[int]]:
-    """Cut ranks into as few parts as possible, in order, with at most ``most`` ranks each and about equally many."""
-    count = -(-len(ranks) // most)
+def split_evenly(ranks: Sequence[int], max_size: int) -> list[list[int]]:
+    """Split ranks in order into as few parts as possible, with at most ``max_size`` ranks and about equally many."""
+    count = -(-len(ranks) // max_size)
     bounds = [len(ranks) * part // count for part in range(count + 1)]
     return [list(ranks[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
-def _announce(placement: Placement, *, automatic: bool) -> None:
+def _log_choice(placement: Placement, *, automatic: bool) -> None:
     """Log the choice once, at WARN if another choice would be faster."""
     places = placement.places
     if automatic and placement.rank == 0 and places[0].device == "cpu":
         rank = next(rank for rank, place in enumerate(places) if not place.devices)
         # A GPU that mpicomm cannot use is worth a warning; a machine without a GPU is not.
-        wanted = any(place.devices for place in places) or Path("/dev/nvidiactl").exists()
-        say: Callable[..., None] = logger.warning if wanted else logger.info
-        say("using the cpu: rank %d has no device: %s", rank, places[rank].no_device_reason)
+        has_gpu = any(place.devices for place in places) or Path("/dev/nvidiactl").exists()
+        log: Callable[..., None] = logger.warning if has_gpu else logger.info
+        log("using the cpu: rank %d has no device: %s", rank, places[rank].no_device_reason)
     if placement.local_rank == 0:
         users: dict[bytes, list[int]] = {}
         for rank in placement.node_ranks:

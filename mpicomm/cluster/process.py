@@ -29,20 +29,20 @@ from mpicomm.log import logger
 
 
 def node_key() -> str:
-    """Return a text that is the same on ranks that presumably reach each other's memory.
+    """Return a text that is the same on ranks that can presumably map each other's memory.
 
     It is MPICOMM_HOSTID, or the boot id of the kernel with the network namespace. The namespace counts because
-    descriptors travel over abstract sockets, which belong to a namespace. Host names say nothing: the containers of a
+    descriptors travel over abstract sockets, which belong to a namespace. Host names do not tell: the containers of a
     host have different names, and cloned machines have the same name.
     """
-    given = environment.host_id()
-    if given is not None:
-        return f"MPICOMM_HOSTID={given}"
+    host_id = environment.host_id()
+    if host_id is not None:
+        return f"MPICOMM_HOSTID={host_id}"
     return f"{boot_id()}/{namespace('net')}"
 
 
 def boot_id() -> str:
-    """Return a text that tells a running kernel from all others: its boot id, or the host name without /proc/sys."""
+    """Return the boot id of the running kernel, or the host name without /proc/sys."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -50,7 +50,7 @@ def boot_id() -> str:
 
 
 def namespace(name: str) -> str:
-    """Return a text that tells a namespace of this process from others; "" if the system does not show it."""
+    """Return the identity of a namespace of this process, such as "net"; "" if the system does not show it."""
     try:
         return str(Path(f"/proc/self/ns/{name}").readlink())
     except OSError:
@@ -67,10 +67,9 @@ def ranks_in_world(comm: MPI.Intracomm, ranks: Sequence[int]) -> str:
 
 
 def process_number() -> int:
-    """Return the number that tells this process from all others of its job: its rank in MPI.COMM_WORLD.
+    """Return a number of this process that is unique in its job: its rank in MPI.COMM_WORLD.
 
-    A process that MPI has spawned has its private MPI.COMM_WORLD, and its parents have the same ranks in theirs. So
-    the number of a spawned process is its process id.
+    A spawned process has another MPI.COMM_WORLD than its parents, with the same ranks. So its number is its process id.
     """
     return MPI.COMM_WORLD.rank if MPI.Comm.Get_parent() == MPI.COMM_NULL else os.getpid()
 
@@ -90,8 +89,8 @@ is_forked = False
 def require_own_process(what: object) -> None:
     """Raise `InvalidUsageError` in a forked child of an MPI process; local and cheap.
 
-    The child shares memory and its place in every queue with its parent. So peers would take the messages of the child
-    for messages of the parent.
+    The child shares memory, sockets and its rank with its parent. So peers would take the messages of the child for
+    messages of the parent.
     """
     if is_forked:
         raise InvalidUsageError(
@@ -136,7 +135,7 @@ def _release_all(*_: object) -> None:
         _at_finalize.pop().release()
 
 
-_SILENT_S = 2.0  # ranks that fail alike leave a block at about the same time, and none of them waits
+_LOG_AFTER_S = 2.0  # ranks that all fail leave a block at about the same time, and none of them waits so long
 _FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
 
 
@@ -146,10 +145,10 @@ def end_job_if_uncaught() -> None:
 
     Otherwise this rank would wait in MPI_Finalize for ranks that wait for it, for ever.
     """
-    before = sys.excepthook
+    earlier_hook = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-        before(kind, error, place)
+    def hook(error_type: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        earlier_hook(error_type, error, frames)
         is_alone = MPI.Is_finalized() or not MPI.Is_initialized() or MPI.COMM_WORLD.size == 1
         if not is_alone and not hasattr(sys, "ps1"):  # the interactive prompt goes on
             from mpi4py import run
@@ -162,26 +161,26 @@ def end_job_if_uncaught() -> None:
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Call ``close``, which waits for other ranks, at the end of a ``with`` block that ``error`` has left, if any.
+    """Call ``close``, which waits for other ranks, at the end of a ``with`` block, which ``error`` may have left.
 
-    The other ranks may never come. So the traceback is logged before a long wait, and ``error`` stays the error that
-    the caller sees if ``close`` fails.
+    The other ranks may never come. So the traceback is logged if the wait is long, and ``error`` stays the error of the
+    block if ``close`` fails, too.
     """
     if not isinstance(error, Exception):
         close()
         return
 
-    def say() -> None:
+    def log_traceback() -> None:
         text = "".join(traceback.format_exception(error))
         logger.error("this rank waits for the others at the end of a with block that an exception has left:\n%s", text)
 
-    timer = threading.Timer(_SILENT_S, say)
+    timer = threading.Timer(_LOG_AFTER_S, log_traceback)
     timer.daemon = True
     timer.start()
     try:
         close()
-    except MpicommError as late:
-        logger.warning("%s", late)
+    except MpicommError as second:
+        logger.warning("%s", second)
     finally:
         timer.cancel()
 
@@ -192,14 +191,14 @@ _LIBRARY_NAME = re.compile(r"libmpi(ch)?(_\w+)?\.so[.\d]*")
 
 
 class CudaAwareness(NamedTuple):
-    """The answer, or ``None`` if the library does not say, and the source of the answer."""
+    """Whether calls of MPI accept device pointers, ``None`` if the library does not tell, and how this is known."""
 
     aware: bool | None
     how: str
 
 
 def query_cuda_aware() -> CudaAwareness:
-    """Ask MPI whether its calls accept device pointers; local."""
+    """Query MPI for `CudaAwareness`; local."""
     kinds = MPI.COMM_WORLD.Get_info().Get(_ALLOC_KINDS)
     if kinds is not None and any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
         return CudaAwareness(True, f"{_ALLOC_KINDS}={kinds}")
@@ -217,7 +216,7 @@ def query_cuda_aware() -> CudaAwareness:
 
 
 def _loaded_libraries() -> list[ctypes.CDLL]:
-    """Return the MPI libraries in this process. It loads none, because mpi4py would not use that library."""
+    """Return the MPI libraries that this process has loaded. It loads none, because mpi4py would not use it."""
     paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     libraries = []
     for path in sorted(path for path in paths if _LIBRARY_NAME.fullmatch(Path(path).name)):

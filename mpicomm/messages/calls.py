@@ -53,7 +53,7 @@ class Messages:
         self.by_rendezvous = here.sends_headers
         self._comm = comm
         secret = placement.secret if self.by_rendezvous else None
-        self.rendezvous = Rendezvous(gpu, here.timeout_s, secret, here.most_outbox_nbytes)
+        self.rendezvous = Rendezvous(gpu, here.timeout_s, secret, here.outbox_limit_nbytes)
         self._reader = EndpointReader(self.rendezvous)
         self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)

@@ -88,7 +88,7 @@ VARIABLES = {
         *("stream_order", None, (True, False), ("stream", 1)),
     ),
     "MPICOMM_MEMORY": Variable(
-        environment.most_nbytes,
+        environment.memory_limit_nbytes,
         {None: None, "": None, "512M": 512 << 20, "1t": 1 << 40, "7": 7},
         ("much", "0", "-1", "1.5G", "512MB"),
         ": {!r} is no size: use bytes above 0, with K",

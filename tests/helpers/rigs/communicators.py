@@ -129,7 +129,7 @@ MOST = 2
 def groups_on(placement: str, size: int, device: str = "cpu") -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks, in the order of their first ranks."""
     if placement == "one host" and device != "cpu":
-        return tuple(map(tuple, parts.parts_of(range(size), MOST)))
+        return tuple(map(tuple, parts.split_evenly(range(size), MOST)))
     hosts: dict[int, list[int]] = {}
     for rank in range(size):
         hosts.setdefault(PLACEMENTS[placement](rank, size), []).append(rank)

@@ -16,7 +16,7 @@ from mpicomm import environment
 from mpicomm.api.topologies import Edges, best_order, cost_of
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parts_of
+from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, split_evenly
 from mpicomm.cluster.process import group_by_node
 from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.devices.cuda import driver as cuda_driver
@@ -76,7 +76,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
         monkeypatch.delenv(f"MPICOMM_{name}", raising=False)
     for name in environment._LOCAL_IDS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(placement, "_given", [])
+    monkeypatch.setattr(placement, "_assigned", [])
     return Group(MPI.COMM_SELF, [0], 5.0)
 
 
@@ -103,7 +103,7 @@ def test_a_rank_gets_its_device_and_auto_keeps_it_but_not_a_device_that_was_aske
     assert (device_of("cpu"), device_of(1), device_of("auto")) == (("cpu", NO_DEVICE), (1, B), (0, A))
     monkeypatch.setenv("MPI_LOCALRANKID", "1")
     assert device_of("auto") == (0, A)
-    monkeypatch.setattr(placement, "_given", [])
+    monkeypatch.setattr(placement, "_assigned", [])
     assert device_of("auto") == (1, B)
     show(monkeypatch)
     assert device_of("auto") == device_of("cpu") == ("cpu", NO_DEVICE)
@@ -162,7 +162,7 @@ def test_what_is_slower_than_it_could_be_is_said_once(
 
     monkeypatch.setattr(logger, "warning", warning)
     monkeypatch.setattr(Path, "exists", lambda path: False)  # whether there is an NVIDIA driver
-    placement._announce(Placement(places, rank), automatic=True)
+    placement._log_choice(Placement(places, rank), automatic=True)
     assert len(warnings) == len(said)
     assert all(expected in warning for expected, warning in zip(said, warnings, strict=True))
 
@@ -211,7 +211,7 @@ def test_only_ranks_of_the_node_have_an_index_in_it() -> None:
     ("size", "most", "parts"), [(8, 8, [8]), (9, 8, [4, 5]), (16, 8, [8, 8]), (17, 8, [5, 6, 6]), (3, 1, [1, 1, 1])]
 )
 def test_more_ranks_than_kernels_serve_are_few_parts_of_about_one_size(size: int, most: int, parts: list[int]) -> None:
-    found = parts_of(range(size), most)
+    found = split_evenly(range(size), most)
     assert [rank for part in found for rank in part] == list(range(size))
     assert [len(part) for part in found] == parts
 
@@ -226,7 +226,7 @@ def test_ranks_of_gpus_are_domains_of_as_many_as_kernels_serve() -> None:
 
 def test_ranks_of_several_nodes_may_share_a_gpu() -> None:
     def devices_of(*ranks: tuple[str, Sequence[bytes], int | str]) -> int:
-        return Placement([place(node, visible, device) for node, visible, device in ranks], 0).most_on_a_device
+        return Placement([place(node, visible, device) for node, visible, device in ranks], 0).max_ranks_per_device
 
     assert devices_of(("one", [A, B], 0), ("one", [A, B], 1), ("two", [B], 0), ("three", [A, B], 1)) == 3
     assert devices_of(("one", [A, B], 0), ("one", [A, B], 1)) == 1
