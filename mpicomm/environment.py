@@ -43,31 +43,31 @@ def unknown() -> dict[str, str]:
 
 
 def multi_process_service() -> bool:
-    """Return whether NVIDIA's multi-process service (MPS) runs, so that processes use a GPU side by side.
+    """Return whether NVIDIA's multi-process service (MPS) runs, by which processes share a GPU concurrently.
 
-    Its control daemon listens on a socket of this name, and its clients look for the socket in the same folder. Every
-    user can make such a file in /tmp, so the socket must belong to root or to this user, and somebody must listen.
+    Its control daemon listens on a socket of this name, where its clients connect. Every user can make such a file in
+    /tmp, so the socket must belong to root or to this user, and somebody must listen.
     """
     path = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
     try:
         if path.lstat().st_uid not in (0, os.geteuid()):
             return False
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
-            # A full queue, or another type of socket, is an answer of a listener, too.
+            # EAGAIN is a full queue, EPROTOTYPE another type of socket: somebody listens.
             return client.connect_ex(str(path)) in (0, errno.EAGAIN, errno.EPROTOTYPE)
     except OSError:
         return False
 
 
 def _chosen(variable: str, argument: T) -> tuple[str, T | str]:
-    """Return the name and the value of an argument, or of its variable if the argument is "auto"."""
+    """Return the name and the value of an argument, or of its variable if it is set and the argument is "auto"."""
     if argument == "auto" and variable in os.environ:
         return variable, os.environ[variable]
     return variable.removeprefix(PREFIX).lower(), argument
 
 
 def _one_of(variable: str, values: tuple[str, ...], advice: str, argument: str = "auto") -> str:
-    """Return an argument, or if it is "auto" the value of its variable, or else the first of the ``values``."""
+    """Return an argument, or its variable if the argument is "auto"; by default the first of ``values``."""
     name, value = _chosen(variable, argument)
     if name != variable and value == "auto":
         return values[0]
@@ -109,10 +109,10 @@ def stream_order(argument: bool | None) -> bool:
 
 def timeout_s(argument: float | None) -> float:
     """Return ``timeout_s=``, or MPICOMM_TIMEOUT, or 30: seconds."""
-    said, value = f"timeout_s={argument!r}", argument
+    source, value = f"timeout_s={argument!r}", argument
     if value is None and "MPICOMM_TIMEOUT" in os.environ:
         text = os.environ["MPICOMM_TIMEOUT"]
-        said = f"MPICOMM_TIMEOUT={text!r}"
+        source = f"MPICOMM_TIMEOUT={text!r}"
         try:
             value = float(text)
         except ValueError:
@@ -121,11 +121,11 @@ def timeout_s(argument: float | None) -> float:
         return DEFAULT_TIMEOUT_S
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_TIMEOUT_S:
         return float(value)
-    raise InvalidUsageError(f"{said}: use a positive number of seconds, {LONGEST_TIMEOUT_S:g} at most")
+    raise InvalidUsageError(f"{source}: use a positive number of seconds, {LONGEST_TIMEOUT_S:g} at most")
 
 
 def usable_timeout_s(argument: float | None) -> float:
-    """Return `timeout_s`, or 30 if it raises, because the ranks need a deadline to tell each other of the error."""
+    """Return `timeout_s`, or 30 if it raises, because the ranks need a deadline to share the error."""
     try:
         return timeout_s(argument)
     except InvalidUsageError:
@@ -133,7 +133,7 @@ def usable_timeout_s(argument: float | None) -> float:
 
 
 def memory_limit_nbytes() -> int | None:
-    """Return MPICOMM_MEMORY: the most bytes of a GPU that a communicator takes beyond its arena; None for no bound."""
+    """Return MPICOMM_MEMORY: the limit of a communicator's GPU memory beyond its arena; None for no limit."""
     text = os.environ.get("MPICOMM_MEMORY")
     if not text:
         return None
@@ -144,7 +144,7 @@ def memory_limit_nbytes() -> int | None:
 
 
 def local_id() -> int:
-    """Return this process's number among the processes of its job on its machine; 0 if no launcher says it."""
+    """Return this process's number among the processes of its job on its machine; 0 if the launcher sets none."""
     for name in _LOCAL_IDS:
         text = os.environ.get(name, "")
         if text.isdecimal():
@@ -153,12 +153,12 @@ def local_id() -> int:
 
 
 def host_id() -> str | None:
-    """Return MPICOMM_HOSTID: ranks with the same text count as one node. ``None`` lets mpicomm find the nodes."""
+    """Return MPICOMM_HOSTID: ranks with the same text count as one node. With ``None`` mpicomm detects the nodes."""
     return os.environ.get("MPICOMM_HOSTID") or None
 
 
 def bind_cpu() -> bool:
-    """Return whether MPICOMM_BIND_CPU asks each rank to stay on the cores of its GPU's NUMA node."""
+    """Return whether MPICOMM_BIND_CPU binds each rank to the cores of its GPU's NUMA node."""
     return _one_of("MPICOMM_BIND_CPU", ("0", "1"), ": use 1 to bind, 0 not to") == "1"
 
 
@@ -183,17 +183,17 @@ def debug_file() -> str | None:
 
 @dataclass(frozen=True)
 class Recording:
-    """The records that the environment asks for."""
+    """The records of calls that the environment enables."""
 
     trace: str | None
     """MPICOMM_TRACE: the name of the trace file, in which %h, %p and %r stand for host, pid and rank, or "nvtx" for
-    only NVTX ranges."""
+    NVTX ranges alone."""
     stats: bool
-    """Whether MPICOMM_STATS asks for a table of the calls at the end of the program."""
+    """MPICOMM_STATS: whether to print a table of the calls at the end of the program."""
 
 
 def recording() -> Recording | None:
-    """Return the records of calls that MPICOMM_TRACE and MPICOMM_STATS ask for; None if they ask for none."""
+    """Return the records that MPICOMM_TRACE and MPICOMM_STATS enable; None without any."""
     stats = _one_of("MPICOMM_STATS", ("0", "1"), ": use 1 for a table of the calls at the end, 0 for none")
     trace = os.environ.get("MPICOMM_TRACE") or None
     if trace is not None and trace.endswith("/"):
@@ -202,14 +202,14 @@ def recording() -> Recording | None:
 
 
 def tuning() -> str | None:
-    """Return MPICOMM_TUNING: the file of a table of algorithms, or "off" for the built-in table."""
+    """Return MPICOMM_TUNING: a file with a table of algorithms, or "off" for the built-in table."""
     return os.environ.get("MPICOMM_TUNING") or None
 
 
 def cache_directory() -> Path | None:
     """Return the directory for compiled kernels and measured tables, which it makes. Local.
 
-    It is None if there is no directory that this user, and nobody else, can write, because what lies there runs.
+    It is None if this user cannot write one, or others can, because the kernels there are run.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     directory: Path | None = None

@@ -26,32 +26,32 @@ logging.addLevelName(TRACE, "TRACE")
 logger = logging.getLogger("mpicomm")
 
 slow_way_listeners: list[Callable[[str], None]] = []
-"""They hear the reason of every call that takes a slow way, also if the log has named the reason before."""
+"""They get the reason of every call that takes a slow way, also if the log has named the reason before."""
 
 
-def tell_slow_way(reason: str) -> None:
-    """Tell the listeners why the call of this thread takes a slow way. Local."""
+def report_slow_way(reason: str) -> None:
+    """Call the listeners with the reason for which the call of this thread takes a slow way. Local."""
     for listener in slow_way_listeners:
         listener(reason)
 
 
 @cache
-def log_once(say: Callable[..., None], text: str) -> None:
+def log_once(log: Callable[..., None], text: str) -> None:
     """Log a text by a method of the logger, once in this process. Local."""
-    say("%s", text)
+    log("%s", text)
 
 
 def file_name(pattern: str, rank: int) -> str:
-    """Return ``pattern`` with host, pid and ``rank`` in the places of %h, %p and %r."""
-    for mark, text in (("%h", socket.gethostname()), ("%p", str(os.getpid())), ("%r", str(rank))):
-        pattern = pattern.replace(mark, text)
+    """Return ``pattern`` with host, pid and ``rank`` in place of %h, %p and %r."""
+    for code, text in (("%h", socket.gethostname()), ("%p", str(os.getpid())), ("%r", str(rank))):
+        pattern = pattern.replace(code, text)
     return pattern
 
 
 def open_file(variable: str, path: str, mode: Literal["w", "a"]) -> TextIOWrapper:
     """Open the text file that a variable names. Raises `InvalidUsageError` if it cannot be opened.
 
-    It follows no symbolic link of another user, who may have put the link into a folder such as /tmp.
+    It follows no symbolic link of another user, who may have put it into a folder such as /tmp.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -100,8 +100,8 @@ def configure(rank: int) -> None:
         level, path = environment.debug(), environment.debug_file()
         handler: logging.Handler
         handler = logging.StreamHandler() if path is None else _DebugFile(file_name(path, rank))
-        who = f"{socket.gethostname()}:{os.getpid()}:{rank}"
-        handler.setFormatter(logging.Formatter(f"{who} mpicomm %(levelname)s %(message)s"))
+        prefix = f"{socket.gethostname()}:{os.getpid()}:{rank}"
+        handler.setFormatter(logging.Formatter(f"{prefix} mpicomm %(levelname)s %(message)s"))
         logger.addHandler(handler)
         logger.setLevel({"WARN": logging.WARNING, "INFO": logging.INFO, "TRACE": TRACE}[level])
         logger.propagate = False

@@ -1,4 +1,4 @@
-"""Wait for another process: with low latency at first, later without keeping a core busy, and in other threads.
+"""Waits for other processes, with low latency at first, and later without keeping a core busy; threads that wait.
 
 Also the delay of a Ctrl-C while an object takes over the memory or the file that it will release.
 """
@@ -19,18 +19,18 @@ _YIELD_S = 1e-3
 _LONGEST_PAUSE_S = 1e-3
 
 
-def soon(ready: Callable[[], bool]) -> bool:
-    """Call ``ready`` until it returns true, for some microseconds; return whether it did."""
+def spin(ready: Callable[[], bool]) -> bool:
+    """Poll ``ready`` until it returns true, for some microseconds; return whether it did."""
     return any(ready() for _ in range(_SPINS))
 
 
-def without_sleep(ready: Callable[[], bool], meanwhile: Callable[[], object] | None = None) -> bool:
-    """Call ``ready`` until it returns true, for about a millisecond; return whether it did.
+def spin_and_yield(ready: Callable[[], bool], meanwhile: Callable[[], object] | None = None) -> bool:
+    """Poll ``ready`` until it returns true, for about a millisecond; return whether it did.
 
-    This spins for some microseconds. Then it yields the core between polls, because ranks may outnumber cores and the
-    peer needs a core. From the first yield on, it calls ``meanwhile`` between polls.
+    After some microseconds it yields the core between polls, because ranks may outnumber cores and the peer needs a
+    core. From then on it calls ``meanwhile`` between polls.
     """
-    if ready() or soon(ready):  # the first poll spares the generator
+    if ready() or spin(ready):  # the first poll spares the generator
         return True
     end = time.monotonic() + _YIELD_S
     while time.monotonic() < end:
@@ -43,12 +43,12 @@ def without_sleep(ready: Callable[[], bool], meanwhile: Callable[[], object] | N
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
-    """Call ``ready`` until it returns true, and return True; return False after ``timeout_s`` seconds.
+    """Poll ``ready`` until it returns true, and return True; return False after ``timeout_s`` seconds.
 
-    The wait begins as `without_sleep`. Then it sleeps between polls, longer and longer.
+    It begins as `spin_and_yield`. Then it sleeps between polls, longer and longer.
     """
     start = time.monotonic()
-    if without_sleep(ready, meanwhile):
+    if spin_and_yield(ready, meanwhile):
         return True
     pause_s = 1e-5
     while not ready():

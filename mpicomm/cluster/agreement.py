@@ -18,7 +18,7 @@ from mpicomm.activity.page import page
 from mpicomm.cluster import process
 from mpicomm.cluster.monitored_barrier import GRACE_S, abandoned, missing_ranks_error
 from mpicomm.cluster.process import ranks_in_world, require_own_process
-from mpicomm.devices.handle import way_out
+from mpicomm.devices.handle import limit_hint
 from mpicomm.errors import (
     CollectiveTimeoutError,
     HandleError,
@@ -124,7 +124,7 @@ class Group:
                 raise  # an allgather inside `produce` broke the group, so the ranks do not meet in this one
             cause = error
             # The class, text and ranks of the error, which MPI can send to other ranks.
-            hint = way_out(error.errno) if isinstance(error, OSError) else ""
+            hint = limit_hint(error.errno) if isinstance(error, OSError) else ""
             sent = equal_error(error) if isinstance(error, MpicommError) else None
             own = _Outcome(step, error=sent or HandleError(f"{type(error).__name__}: {error}{hint}"))
             # `produce` may have waited for a peer that is gone. All waits together keep the deadline. Half of the time

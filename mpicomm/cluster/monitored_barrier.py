@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpicomm.activity.page import page
 from mpicomm.cluster.process import ranks_in_world, require_own_process
 from mpicomm.errors import CollectiveTimeoutError, name_ranks
-from mpicomm.waiting import wait_until, without_sleep
+from mpicomm.waiting import spin_and_yield, wait_until
 
 GRACE_S = 0.5  # the other ranks wait this much longer than the first rank, because its answer names the missing rank
 
@@ -70,7 +70,7 @@ def monitored_barrier(
 
     def wait(limit_s: float, *requests: MPI.Request) -> bool:
         for request in requests:
-            if not (request.Test() or without_sleep(request.Test)):
+            if not (request.Test() or spin_and_yield(request.Test)):
                 with page().step(step, ranks_in_world(comm, range(size))):
                     return wait_until(lambda: all(each.Test() for each in requests), limit_s)
         return True

@@ -1,4 +1,4 @@
-"""Values that the methods of devices take and return. `mpicomm.devices.cuda.types` has the classes of devices."""
+"""Types that the methods of devices take and return. `mpicomm.devices.cuda.types` has the classes of devices."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Link:
-    """The way from a rank to a peer's memory. A field is ``None`` if the machine does not say."""
+    """The link from a rank to a peer's memory. A field is ``None`` if it is unknown."""
 
     path: Literal["self", "same device", "NVLink", "PCIe", "staged", "host memory", "other node", "unknown"]
     performance_rank: int | None = None
     """CUDA's rank of the link among the links of the machine: 0 is the fastest."""
     access: bool | None = None
-    """Whether one device can address the other's memory, as the driver says."""
+    """Whether the driver reports that one device can access the other's memory."""
     native_atomics: bool | None = None
-    """Whether the link carries out atomics on the peer's memory."""
+    """Whether the link supports atomics on the peer's memory."""
     gb_s: float | None = None
-    """The link's bandwidth each way by its standard, in GB/s."""
+    """The link's nominal bandwidth each way, in GB/s."""
 
 
 def slowest_gb_s(links: Iterable[Link]) -> float | None:
@@ -28,14 +28,14 @@ def slowest_gb_s(links: Iterable[Link]) -> float | None:
 
 
 class GrowingScratch:
-    """Memory of a device that grows by powers of two. The backend keeps all of it until `close`."""
+    """Scratch memory of a device that grows by powers of two. The backend keeps all of it until `close`."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self.pointer = 0
-        """The address of the largest part, which the next calls use."""
+        """The address of the largest allocation, which the next calls use."""
         self.nbytes = 0
-        """The bytes of that part; 0 before the first `of`."""
+        """The bytes of that allocation; 0 before the first."""
         self.total_nbytes = 0
 
     def of(self, nbytes: int) -> int:
@@ -43,10 +43,10 @@ class GrowingScratch:
         if nbytes == 0:
             return 0
         if self.nbytes < nbytes:
-            # Smaller parts stay, because a captured graph may use them. Sizes are powers of two, so all parts together
-            # have at most twice the bytes of the largest part.
+            # Smaller allocations stay, because a captured graph may use them. Sizes are powers of two, so all together
+            # have at most twice the bytes of the largest.
             grown = 1 << (nbytes - 1).bit_length()
-            # The address first, because another thread may look whether the bytes are enough, and then take it.
+            # The address first, because another thread may find that the bytes suffice, and then take the address.
             self.pointer = self._backend.scratch(grown)
             self.nbytes = grown
             self.total_nbytes += grown
@@ -55,29 +55,29 @@ class GrowingScratch:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One GPU in the view of this process."""
+    """A GPU that is visible to this process."""
 
     ordinal: int
-    """Its number in this process. CUDA_VISIBLE_DEVICES changes it, so other processes may count differently."""
+    """Its number in this process. It depends on CUDA_VISIBLE_DEVICES, so it may differ in other processes."""
     name: str
     uuid: bytes
-    """16 bytes that name the device, or MIG instance, in every process."""
+    """16 bytes that identify the device, or MIG instance, in every process."""
     pci_bus_id: str
     """For example ``0000:1b:00.0``."""
     numa_node: int
-    """The host's NUMA node of the device; -1 if the machine does not say."""
+    """The host's NUMA node of the device; -1 if it is unknown."""
     compute_capability: tuple[int, int]
 
 
 MessageCopy = Callable[[int, int, int], None]
 """Enqueues the copy of a message into one slot of an outbox, or out of it, as `MessageSteps` says: ``(stream, pointer,
-nbytes)``. It copies ``nbytes`` bytes from ``pointer`` into the slot, or to ``pointer`` out of it. It is device memory.
-One thread calls it at a time, and only after the last message of the slot is over."""
+nbytes)``. It copies ``nbytes`` bytes from ``pointer``, which is device memory, into the slot, or out of it to
+``pointer``. One thread calls it at a time, and only when the previous message of the slot is done."""
 
 
 Launch = Callable[[int, int, int], None]
 """Enqueues a kernel: ``(stream, blocks, threads)``. One thread calls it at a time."""
 
 DifferingCalls = Callable[..., Sequence[str]]
-"""Says in words which call each rank made, if the ranks made different calls; else returns an empty sequence. With
-``wait=True`` a rank has some time to say which call it made."""
+"""Returns the call of each rank as text, if the ranks made different calls; else an empty sequence. With ``wait=True``
+it gives the ranks some time to publish their calls."""

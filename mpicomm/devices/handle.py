@@ -1,4 +1,4 @@
-"""How another rank opens memory of this rank: handles, and the descriptors beside them. The use of this rank's memory.
+"""Memory handles, by which other ranks map memory of this rank, and their file descriptors. Sizes of memory by purpose.
 
 The owner of an open file has a `Descriptor`, and closes it. A plain ``int`` is a borrowed descriptor.
 """
@@ -18,7 +18,7 @@ from mpicomm.waiting import uninterrupted
 
 
 class Descriptor(int):
-    """A file descriptor that its holder owns, and closes as soon as the work with it is done. Local; do not copy it.
+    """A file descriptor that its holder owns, and closes as soon as possible. Local; do not copy it.
 
     If an error or a Ctrl-C comes between two steps, the last reference closes it. This does not replace `close`: an
     error keeps its frames, and so their references, as long as a caller keeps the error.
@@ -28,7 +28,7 @@ class Descriptor(int):
 
     @classmethod
     def of(cls, make: Callable[..., int], *arguments: object) -> Descriptor:
-        """Call ``make``, such as ``os.open``, and return the descriptor that it makes."""
+        """Call ``make``, such as ``os.open``, and own the descriptor that it returns."""
         with uninterrupted():
             return cls(make(*arguments))
 
@@ -44,11 +44,11 @@ class Descriptor(int):
             self.close()
 
 
-def way_out(code: int | None) -> str:
-    """Return the limit on descriptors that an error with this errno has hit, and how to raise the limit.
+def limit_hint(code: int | None) -> str:
+    """Return the limit on descriptors that an error with this errno has hit, and how to raise it; "" for other errors.
 
-    Return "" for any other error. Root may have any number of descriptors in flight between processes. Another user may
-    have as many as a process may open.
+    Root may have any number of descriptors in flight between processes. Another user may have as many as a process may
+    open.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if code == errno.EMFILE:
@@ -61,7 +61,7 @@ def way_out(code: int | None) -> str:
 Kind = Literal["memfd", "ipc", "fd", "fabric", "staged", "pool"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged", "pool"})  # a file descriptor travels beside the handle
-VIRTUAL_KINDS: frozenset[Kind] = frozenset({"fd", "fabric"})  # memory of a GPU that can go and come back at its address
+VIRTUAL_KINDS: frozenset[Kind] = frozenset({"fd", "fabric"})  # GPU memory that can be freed and keep its addresses
 SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # the descriptor belongs to host memory, which has seals
 
 KEY_NBYTES = 64
@@ -73,11 +73,11 @@ PACKET_NBYTES = _PACKET.size
 
 @dataclass(frozen=True)
 class MemoryHandle:
-    """The facts that a process needs to open ``nbytes`` bytes of another process.
+    """What a process needs to map ``nbytes`` bytes of another process.
 
     The bytes lie ``offset`` bytes into an allocation of ``size`` bytes. ``device`` is the UUID of the GPU that owns the
-    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*, its name in a pool, or
-    the file of host memory that the peers have mapped already; else it is empty.
+    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*, its export data in a
+    pool, or the file of host memory that the peers have mapped already; else it is empty.
     """
 
     kind: Kind
@@ -93,7 +93,7 @@ class MemoryHandle:
         return self.kind in FD_KINDS and not (self.kind == "memfd" and self.key)
 
     def pack(self) -> bytes:
-        """Return the handle as `PACKET_NBYTES` bytes, for messages and memory of a fixed layout."""
+        """Return the handle as `PACKET_NBYTES` bytes, for messages and memory with a fixed layout."""
         return _PACKET.pack(KINDS.index(self.kind), self.device, self.key, self.size, self.offset, self.nbytes)
 
     @classmethod
@@ -121,12 +121,12 @@ class MemoryUse:
 
     @classmethod
     def of_kind(cls, purpose: str, kind: Kind, nbytes: int) -> MemoryUse:
-        """Return the use of memory that peers open by handles of a kind: it lies on the host or on the GPU."""
+        """Return the use of memory that peers map by handles of a kind, which is on the host or on the GPU."""
         return cls(purpose, host_nbytes=nbytes) if kind in SEALED_KINDS else cls(purpose, device_nbytes=nbytes)
 
 
-def summed(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
-    """Return one use for each purpose, without uses that have no memory."""
+def sum_by_purpose(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
+    """Return the sum for each purpose that uses memory."""
     sums: dict[str, MemoryUse] = {}
     for use in uses:
         before = sums.get(use.purpose, MemoryUse(use.purpose))

@@ -41,8 +41,8 @@ class HostEvent:
 class HostBackend:
     """Host memory, with the methods of `CudaBackend` that need no GPU.
 
-    It has no streams, and 0 stands for the stream, because every call blocks. The host is
-    always current, its scratch memory stays, and there is nothing to release.
+    Every call blocks, so it has no streams, and 0 stands for the stream. There is no context to make current, and
+    nothing to release.
     """
 
     device: int | str = "cpu"
@@ -59,18 +59,18 @@ class HostBackend:
     def close(self) -> None: ...
 
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
-        """Allocate shared memory in whole pages, all zero."""
+        """Allocate zeroed shared memory in whole pages."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         return HostSegment.allocate(size)
 
     def adopt(self, array: Any) -> HostSegment:
-        """Return the shared mapping that holds an array: memory of mpicomm, or of a file that has a name."""
+        """Return the shared mapping of an array: memory of mpicomm, or of a file that has a name."""
         if array.nbytes == 0:
-            return self.allocate("memfd", 0)  # an empty array has no memory, but peers expect a handle that opens
+            return self.allocate("memfd", 0)  # an empty array has no memory, but peers map a handle
         return HostSegment.adopt(array)
 
     def export(self, segment: Any) -> Exported:
-        """Return the one part, with a descriptor, which the caller closes. Each segment can be exported once."""
+        """Return one part, with a descriptor that the caller closes. Each segment can be exported once."""
         handle = MemoryHandle("memfd", NO_DEVICE, segment.file, segment.size, segment.offset, segment.nbytes)
         return ((handle, segment.take_fd() if handle.has_descriptor else None),)
 
@@ -81,7 +81,7 @@ class HostBackend:
                 f"a cpu communicator cannot open a handle of kind {handle.kind}: pass the same device= on all ranks"
             )
         if fd is None:
-            return HostSegment.open_again(handle.key, handle.offset, handle.nbytes)
+            return HostSegment.reopen(handle.key, handle.offset, handle.nbytes)
         return HostSegment.open(fd, handle.offset, handle.nbytes)
 
     def asarray(self, array: Any, name: str = "array") -> npt.NDArray[Any]:
@@ -130,17 +130,17 @@ class HostBackend:
         fence()
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
-        mine, theirs = _word_at(sent), _word_at(inbox)
-        mine[0] += np.uint64(1)
+        own, remote = _word_at(sent), _word_at(inbox)
+        own[0] += np.uint64(1)
         # A release: it pairs with the fence in wait_signal. Without it, a weakly ordered CPU may let the peer see the
         # counter before the data that this rank has written before it.
         fence()
-        theirs[0] = mine[0]
+        remote[0] = own[0]
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
-        count, box = _word_at(expected), _word_at(inbox)
+        count, received = _word_at(expected), _word_at(inbox)
         target = int(count[0]) + 1
-        if not wait_until(lambda: int(box[0]) >= target, self.timeout_s):
+        if not wait_until(lambda: int(received[0]) >= target, self.timeout_s):
             self._error = CollectiveTimeoutError(
                 f"wait_signal: number {target} from rank {peer} did not come within {self.timeout_s:g} s; the "
                 "communicator is unusable: create another",
@@ -157,7 +157,7 @@ class HostBackend:
             raise equal_error(self._error)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return host memory. All host memory is memory of this device."""
+        """Return host memory. All host memory is this device's."""
         return np.empty(nbytes, np.uint8)
 
     def create_event(self) -> HostEvent:

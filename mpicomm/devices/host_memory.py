@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.handle import Descriptor, way_out
+from mpicomm.devices.handle import Descriptor, limit_hint
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.waiting import uninterrupted
 
@@ -24,8 +24,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def memfd_create(nbytes: int, name: str = "mpicomm") -> Descriptor:
     """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it.
 
-    Raises `HandleError` if the machine has less memory left. The kernel would grant the memory in this case, too, and
-    kill the process at some later access.
+    Raises `HandleError` if the machine has less memory left. The kernel would overcommit, and kill the process at some
+    later access.
     """
     available = _available_nbytes()
     if nbytes > available:
@@ -36,7 +36,7 @@ def memfd_create(nbytes: int, name: str = "mpicomm") -> Descriptor:
     try:
         fd = Descriptor.of(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise HandleError(f"memfd_create failed: {error.strerror}{way_out(error.errno)}") from error
+        raise HandleError(f"memfd_create failed: {error.strerror}{limit_hint(error.errno)}") from error
     try:
         os.ftruncate(fd, nbytes)
         # A peer could shrink a file without seals. Every access after its new end would be a SIGBUS in this process.
@@ -81,9 +81,9 @@ _unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-# The mappings of whole files in this process, by file. A memfd cannot be opened again by name, and a descriptor kept
-# for each array would soon exceed the limit of the process. So a peer opens memory of mpicomm that is shared once more
-# through the mapping that it has already.
+# The mappings of whole files in this process, by file. A memfd cannot be reopened by name, and a descriptor kept for
+# each array would soon exceed the limit of the process. So if memory of mpicomm is registered, peers use the mappings
+# of it that they have.
 _mappings: weakref.WeakValueDictionary[bytes, _Mapping] = weakref.WeakValueDictionary()
 _OWN_PATH = b"/memfd:mpicomm (deleted)"
 
@@ -108,10 +108,10 @@ def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
 class HostSegment:
     """Shared host memory, of this process or of a peer, with the methods of `CudaSegment`.
 
-    `close` gives up the mapping. The last NumPy view unmaps it, so a view that outlives its array stays readable
-    instead of crashing the process. A segment to export has the descriptor of the file, ``fd``. `close` closes the
-    descriptor unless `take_fd` has handed it over. The last reference to a segment does what `close` does. Memory of
-    mpicomm that peers have mapped already has its ``file`` in place of a descriptor.
+    `close` drops the mapping. The last NumPy view unmaps it, so a view that outlives its array stays readable, where it
+    would else crash the process. A segment to export has the descriptor of the file, ``fd``. `close` closes it unless
+    `take_fd` has handed it over. The last reference to a segment does what `close` does. Memory of mpicomm that peers
+    have mapped already has its ``file`` in place of a descriptor.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class HostSegment:
 
     @classmethod
     def allocate(cls, size: int) -> HostSegment:
-        """Allocate ``size`` bytes, a multiple of a page, all zero."""
+        """Allocate ``size`` zeroed bytes, a multiple of a page."""
         fd = memfd_create(size)
         try:
             return cls(map_shared(fd, 0, size), fd=fd, size=size)
@@ -143,7 +143,7 @@ class HostSegment:
 
     @classmethod
     def adopt(cls, array: npt.NDArray[Any]) -> HostSegment:
-        """Return the memory of an array, which is not empty. Raises `InvalidUsageError` if no peer can open it."""
+        """Return the memory of an array, which is not empty. Raises `InvalidUsageError` if no peer can map it."""
         fd, file, offset = _find_shared_mapping(array.ctypes.data, array.nbytes)
         content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
         size = offset + array.nbytes if fd is None else os.fstat(fd).st_size
@@ -155,7 +155,7 @@ class HostSegment:
         return cls(map_shared(fd, offset, nbytes))
 
     @classmethod
-    def open_again(cls, file: bytes, offset: int, nbytes: int) -> HostSegment:
+    def reopen(cls, file: bytes, offset: int, nbytes: int) -> HostSegment:
         """Return memory of a file of mpicomm that this process has mapped."""
         mapping = _mappings.get(file.rstrip(b"\0"))
         content = None if mapping is None else np.asarray(mapping)[offset : offset + nbytes]
@@ -167,7 +167,7 @@ class HostSegment:
         return cls(content)
 
     def take_fd(self) -> Descriptor:
-        """Hand the descriptor to the caller, which closes it; the mapping does not need it."""
+        """Hand over the descriptor to the caller, which closes it; the mapping does not need it."""
         fd, self._fd = self._fd, None
         if fd is None:
             raise HandleError("shared memory was exported before: allocate another segment")
@@ -181,10 +181,10 @@ class HostSegment:
 
 
 def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor | None, bytes, int]:
-    """Return a descriptor of the file of an address, which the caller closes, and the offset in the file.
+    """Return a descriptor of the file at an address, which the caller closes, the file's key, and the offset in it.
 
-    A file of mpicomm has a key, which comes in between, and no descriptor. Raises `InvalidUsageError` for memory that
-    no peer can open.
+    Memory of mpicomm has a key and no descriptor, other files have a descriptor and no key. Raises `InvalidUsageError`
+    for memory that no peer can map.
     """
     # In bytes, because file names need not be text.
     with Path("/proc/self/maps").open("rb") as maps:

@@ -1,4 +1,4 @@
-"""The location of the memory at an address: one question to the CUDA driver, if this process has loaded it."""
+"""The location of the memory at an address: one query of the CUDA driver, if this process has loaded it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _ATTRIBUTES = (ctypes.c_int * 5)(_MEMORY_TYPE, _IS_MANAGED, _ORDINAL, _RANGE_STA
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 _ABSENT_S = 0.1
-"""The time for which the answer holds that no driver is loaded. A search for the driver takes longer than a small call
-of MPI. A driver takes longer than this time to load and to start."""
+"""How long no driver is searched again after none was loaded. The search takes longer than a small call of MPI, and a
+driver takes longer than this time to load and to start."""
 
 
 class GpuLocation(NamedTuple):
-    """Memory of a GPU."""
+    """An address in memory of a GPU."""
 
     device: int
     """The GPU's ordinal in this process."""
     nbytes: int
     """The bytes from the address to the end of its allocation."""
     managed: bool
-    """Whether the memory is managed, so that the host can access it, too."""
+    """Whether it is managed memory, which the host can access, too."""
 
 
 class _Driver:
@@ -55,7 +55,7 @@ def has_driver() -> bool:
     return _driver.query() is not None
 
 
-def place_of(pointer: int) -> GpuLocation | None:
+def locate(pointer: int) -> GpuLocation | None:
     """Return the location of an address of device memory; None for all other addresses. Local.
 
     Host memory is not device memory, even if it is pinned and devices can access it.
@@ -76,10 +76,10 @@ def place_of(pointer: int) -> GpuLocation | None:
     return GpuLocation(ordinal, start + nbytes - pointer, bool(managed))
 
 
-def lies_on_device(pointer: int) -> int | None:
-    """Return the ordinal of the GPU that has an address in its memory; None for all other memory. Local.
+def device_of(pointer: int) -> int | None:
+    """Return the ordinal of the GPU whose memory has this address; None for host memory. Local.
 
     Managed memory counts as host memory, because MPI can access it.
     """
-    place = place_of(pointer)
-    return None if place is None or place.managed else place.device
+    location = locate(pointer)
+    return None if location is None or location.managed else location.device

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpicomm.devices.cuda.stream_threads import SideStream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
-from mpicomm.log import log_once, logger, tell_slow_way
+from mpicomm.log import log_once, logger, report_slow_way
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, capture_error
 from mpicomm.messages.in_flight import OutboxSlot
@@ -179,7 +179,7 @@ class Outgoing:
                 return rendezvous.reserve(nbytes)
             except (OutboxFullError, HandleError) as error:
                 reason = str(error)
-        tell_slow_way(f"through pinned host memory and MPI: {reason}")
+        report_slow_way(f"through pinned host memory and MPI: {reason}")
         text = f"messages of GPU arrays go through pinned host memory and MPI, which is slower: {reason}"
         log_once(logger.warning, text)
         return None

@@ -112,7 +112,7 @@ def _by_address(owner: Any, pointer: int) -> memory_location.GpuLocation | None:
         owner = owner.base if isinstance(owner, ndarray) else owner.obj
     if owner is None or isinstance(owner, _HOST_CLASSES):
         return None
-    place = memory_location.place_of(pointer)
+    place = memory_location.locate(pointer)
     return None if place is None or place.managed else place
 
 
@@ -246,7 +246,7 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> ArrayMemory:
     # As for a CUDA array interface, the driver knows better. Empty memory has no address to ask for.
     on_device = kind in _DLPACK_GPU and memory_location.has_driver()
     if on_device and buffer.nbytes:
-        on_device = memory_location.place_of(buffer.address) is not None
+        on_device = memory_location.locate(buffer.address) is not None
     ordinal = device if on_device else None
     dtype = _own_dtype(array, kind)
     return ArrayMemory(buffer.address, buffer.nbytes, dtype, on_device, ordinal, buffer, exported=buffer)
@@ -295,7 +295,7 @@ def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
     interface = array.__cuda_array_interface__
     dtype = types.interface_dtype(interface["typestr"], array)
     pointer = buffer.address
-    place = memory_location.place_of(pointer) if pointer else None
+    place = memory_location.locate(pointer) if pointer else None
     # Empty memory has no address to ask for, so the class decides. In a process with GPUs it is a device array.
     on_device = place is not None or (not pointer and memory_location.has_driver())
     device = None if place is None else place.device

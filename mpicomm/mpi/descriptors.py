@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 from numpy import integer, ndarray
 
-from mpicomm.devices.memory_location import place_of
+from mpicomm.devices.memory_location import locate
 from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.layout import DatatypeLayout, known, known_of
 from mpicomm.mpi.spec import parts_of
@@ -291,7 +291,7 @@ def _predefined_nbytes(datatype: Any) -> int | None:
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> ArrayDescriptor | None:
     """Describe the elements at an address: as many as the buffer has, or as its allocation has from there."""
     itemsize = _predefined_nbytes(datatype)
-    place = place_of(buffer.address) if itemsize else None
+    place = locate(buffer.address) if itemsize else None
     if not itemsize or place is None or place.managed:
         return None
     nbytes = buffer.nbytes if all_of_it or buffer.obj is not None else place.nbytes

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicomm.devices.cuda.types import Backend, GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.log import log_once, logger, tell_slow_way
+from mpicomm.log import log_once, logger, report_slow_way
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, require_here
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
@@ -158,14 +158,14 @@ def require_no_graph(operation: str, backend: GpuBackend, stream: int, reason: s
 def announce(operation: str, reason: str) -> None:
     """Log once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
     way = f"through pinned host memory and MPI: {reason}"
-    tell_slow_way(way)
+    report_slow_way(way)
     log_once(logger.info, f"{operation} on device arrays goes {way}")
 
 
 def warn_of_host_array(operation: str) -> None:
     """Log once per operation that a call with a host array beside a device array is slow. Local."""
     reason = "a host array beside an array on a GPU goes through pinned memory"
-    tell_slow_way(reason)
+    report_slow_way(reason)
     log_once(logger.warning, f"{operation}: {reason}, which is slower")
 
 

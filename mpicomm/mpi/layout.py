@@ -256,7 +256,7 @@ def elements_at(
         )
     ends = [region.ends for region in block.regions] if gpu is not None else []
     for at in (address + byte for first, after in ends for byte in (first, after - 1)):
-        place = memory_location.place_of(at)
+        place = memory_location.locate(at)
         if place is None or place.managed or place.device != gpu:
             lies = "in no memory of a GPU" if place is None or place.managed else f"on GPU {place.device}"
             raise InvalidUsageError(

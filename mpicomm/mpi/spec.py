@@ -234,7 +234,7 @@ def device_address(spec: Any) -> tuple[int, int] | None:
             starts += datatype.decode()[2]["displacements"]  # each part may lie in memory of another kind
         for unit in {1, datatype.extent}:  # Alltoallw has displacements in bytes, the other calls in extents
             for address in (number * unit + start for start in starts for number in numbers):
-                device = memory_location.lies_on_device(address)
+                device = memory_location.device_of(address)
                 if device is not None:
                     return address, device
     return None

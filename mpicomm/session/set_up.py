@@ -19,7 +19,7 @@ from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.devices.handle import Kind, MemoryUse, summed
+from mpicomm.devices.handle import Kind, MemoryUse, sum_by_purpose
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.sharing.choose_handle import choose_handles, node_of
@@ -267,7 +267,7 @@ class SetUp:
         own = self.backend.memory_use() if self._has_device else ()
         saved = MemoryUse("suspended contents", host_nbytes=self._suspension.host_nbytes if self._suspension else 0)
         members = (use for member in (*self._local, *self._shared) for use in member.memory_use())
-        return summed([*own, *members, saved])
+        return sum_by_purpose([*own, *members, saved])
 
     def require_usable(self, what: object) -> None:
         """Raise if the communicator was freed, is suspended, or is broken; after `set_up`. Local and cheap.

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mpicomm.devices.handle import Descriptor, way_out
+from mpicomm.devices.handle import Descriptor, limit_hint
 from mpicomm.errors import HandleError
 from mpicomm.log import logger
 from mpicomm.waiting import uninterrupted
@@ -71,7 +71,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
             self._listener.listen(socket.SOMAXCONN)
         except OSError as error:
             self.close()
-            reason = f"{error.strerror}{way_out(error.errno)}"
+            reason = f"{error.strerror}{limit_hint(error.errno)}"
             raise HandleError(f"cannot listen on an abstract unix socket: {reason}") from error
 
     def __exit__(self, *exception: object) -> None:
@@ -102,7 +102,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
         try:
             received = self._swap(self._listener, others, fds, due, deadline)
         except OSError as error:
-            raise HandleError(f"cannot exchange descriptors: {error.strerror}{way_out(error.errno)}") from error
+            raise HandleError(f"cannot exchange descriptors: {error.strerror}{limit_hint(error.errno)}") from error
         finally:
             if self._strangers:  # one line, because strangers may come in a flood
                 logger.warning("the descriptor exchange dropped %d messages of strangers", self._strangers)
@@ -133,7 +133,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
                     ranks = sorted({rank for rank, _ in unsent})
                     if all(isinstance(target, Address) for target in unsent.values()):
                         raise HandleError(f"the sockets of local ranks {ranks} accepted no connection in time")
-                    reason = f"{os.strerror(errno.ETOOMANYREFS)}{way_out(errno.ETOOMANYREFS)}"
+                    reason = f"{os.strerror(errno.ETOOMANYREFS)}{limit_hint(errno.ETOOMANYREFS)}"
                     raise HandleError(f"cannot send a descriptor to local ranks {ranks} in time: {reason}")
                 if remaining_s <= 0:
                     missing = sorted({rank for rank, _ in set(due) - set(received)})
@@ -180,7 +180,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
                 if peer is None or error.errno != errno.ETOOMANYREFS:
                     hint = "; if its container has a separate network namespace, give it another MPICOMM_HOSTID"
                     raise HandleError(
-                        f"cannot send a descriptor to rank {rank}: {error.strerror}{way_out(error.errno) or hint}"
+                        f"cannot send a descriptor to rank {rank}: {error.strerror}{limit_hint(error.errno) or hint}"
                     ) from error
                 # The kernel counts the descriptors in flight of all processes of this user, so another job can use them
                 # up for a while. The connection stays, because the peer drops a connection that closes in silence.
@@ -227,7 +227,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
         rank, expected = message[0], due[message]
         if flags & socket.MSG_CTRUNC and len(fds) < expected:
             # The kernel drops the descriptors that it cannot install, and sets nothing but this flag.
-            raise HandleError(f"no room for the descriptors of local rank {rank}{way_out(errno.EMFILE)}")
+            raise HandleError(f"no room for the descriptors of local rank {rank}{limit_hint(errno.EMFILE)}")
         raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of {expected}")
 
     def _message(self, content: bytes, others: Mapping[int, Address], due: Mapping[_Message, int]) -> _Message | None:

@@ -15,7 +15,7 @@ from cupy.cuda import runtime
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_over
 from mpicomm.devices.cuda.memory import CurrentContext, PrimaryContext
 from mpicomm.errors import HandleError
-from mpicomm.waiting import soon
+from mpicomm.waiting import spin
 
 EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
 
@@ -95,7 +95,7 @@ class Mark:
     def wait(self) -> None:
         """Block until the work before the mark is done."""
         # Most collectives end within these queries, which see the end some microseconds before the driver's wait does.
-        if not soon(self.passed):
+        if not spin(self.passed):
             call(driver.cuEventSynchronize, self.ptr)
 
 

@@ -164,8 +164,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 )
 def test_where_memory_lies(load: Load, library: Library, place: Any, device: int | None) -> None:
     load(library)
-    assert memory_location.place_of(0x1100) == place
-    assert memory_location.lies_on_device(0x1100) == device
+    assert memory_location.locate(0x1100) == place
+    assert memory_location.device_of(0x1100) == device
 
 
 def test_a_driver_is_not_loaded_nor_looked_for_each_time_and_found_later(
@@ -173,13 +173,13 @@ def test_a_driver_is_not_loaded_nor_looked_for_each_time_and_found_later(
 ) -> None:
     modes = load(None)
     assert not memory_location.has_driver()
-    assert all(memory_location.place_of(0x1000) is None for _ in range(1000))
+    assert all(memory_location.locate(0x1000) is None for _ in range(1000))
     assert modes and all(mode & os.RTLD_NOLOAD for mode in modes)
     assert len(modes) < 100
     load(Library(2, 0, 0, 0x1000, 0x800))
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1)
-    assert memory_location.lies_on_device(0x1000) == 0
+    assert memory_location.device_of(0x1000) == 0
 
 
 @pytest.fixture(autouse=True)
