@@ -34,7 +34,10 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a collective call, as the user passed them."""
+    """The arguments of a collective call, as the user passed them.
+
+    Methods pass them as a plain tuple, because making this one takes a tenth of a known call.
+    """
 
     send: Any = None
     receive: Any = None
@@ -44,10 +47,6 @@ class Arguments(NamedTuple):
     """``recvcounts``."""
     epilogue: Epilogue | None = None
     wire: Wire | None = None
-
-
-ArgumentTuple = tuple[Any, Any, "MPI.Op | None", int, "Sequence[int] | None", "Epilogue | None", "Wire | None"]
-"""An `Arguments` as a plain tuple, which methods pass: making an `Arguments` takes a tenth of a known call."""
 
 
 class Call:

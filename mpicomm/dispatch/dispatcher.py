@@ -17,7 +17,7 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.collectives.call import Arguments, ArgumentTuple, Call
+from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.selection import FastPathCheck, mpi_fast_path, with_votes
@@ -77,7 +77,7 @@ class Dispatcher:
         self._joins = False
         self._voted = 0
 
-    def run(self, operation: Operation, stream: Any, algorithm: str, given: ArgumentTuple) -> None:
+    def run(self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...]) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it."""
         votes, joins = self._votes, self._joins
         if votes.queue:
@@ -98,7 +98,7 @@ class Dispatcher:
         call = self._reader.placed(call, "gpu") if joins or plain else self._located(call, blocking=True)
         self._post(call, blocking=True)
 
-    def start(self, operation: Operation, stream: Any, algorithm: str, given: ArgumentTuple) -> MPI.Request:
+    def start(self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...]) -> MPI.Request:
         """Start a nonblocking collective."""
         votes, gpu, request = self._votes, self.engines.gpu, None
         if gpu and not votes.queue and type(given[1]) is not ndarray:

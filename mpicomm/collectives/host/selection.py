@@ -65,9 +65,8 @@ _Datatype = MPI.Datatype
 _LISTS = frozenset((list, tuple))
 _in_place = MPI.IN_PLACE
 _no_type = MPI.DATATYPE_NULL
-_own_types: dict[int, np.dtype[Any]] = {}  # by the handle
-# By the identity of MPI's own objects, because programs nearly always pass these, and this look-up is the shortest.
-_own_objects: dict[int, np.dtype[Any]] = {}
+# By the identity of mpi4py's objects, because programs nearly always pass these, and this look-up is the shortest.
+_predefined: dict[int, np.dtype[Any]] = {}
 
 
 def mapped_threshold(operation: Operation, size: int, nodes: int) -> int:
@@ -143,10 +142,10 @@ def mpi_fast_path(size: int, rank: int, nodes: int, *, ordered: bool = False) ->
 
     The checks agree with `goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
     """
-    if not _own_types:  # an import may not fill the tables, because it would ask MPI, which may not run yet
+    if not _predefined:  # an import may not fill the table, because it would ask MPI, which may not run yet
         for datatype in vars(MPI).values():
             if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES:
-                _own_types[datatype.handle] = _own_objects[id(datatype)] = dtype
+                _predefined[id(datatype)] = dtype
     checks: dict[str, FastPathCheck] = {}
     for name, row in OPERATIONS.items():
         never = ordered and row.reduces
@@ -274,7 +273,7 @@ def _array_of(buffer: Any, blocks: int) -> Any:
             return buffer
     else:
         return buffer
-    return array if type(array) is ndarray and _own_objects.get(id(datatype)) is array.dtype else buffer
+    return array if type(array) is ndarray and _predefined.get(id(datatype)) is array.dtype else buffer
 
 
 def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any], tuple[Any, int, int] | None]:
@@ -318,15 +317,12 @@ def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any]
 
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
     """Return the bytes from one element of a datatype to the next; 0 if no check can decide about them."""
-    own = _own_objects.get(id(datatype))
-    if own is None:
-        if type(datatype) is not _Datatype or datatype == _no_type:
-            return 0
-        if not reduces:
-            return max(datatype.extent, 0)  # MPI moves elements of every type
-        own = _own_types.get(datatype.handle)
-    # `==` takes None for float64.
-    return own.itemsize if own is not None and (not reduces or own is array.dtype or own == array.dtype) else 0
+    dtype = _predefined.get(id(datatype))
+    if dtype is not None:
+        return dtype.itemsize if not reduces or dtype is array.dtype or dtype == array.dtype else 0
+    if reduces or type(datatype) is not _Datatype or datatype == _no_type:
+        return 0
+    return max(datatype.extent, 0)  # MPI moves elements of every type
 
 
 def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:

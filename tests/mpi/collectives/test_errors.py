@@ -285,7 +285,7 @@ def test_a_call_is_on_the_host_after_the_votes_of_all(comm_world: MPI.Intracomm,
 
 
 @pytest.mark.mpi(min_size=2)
-def test_testifies_of_ranks_in_calls_that_this_rank_has_not_made(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+def test_the_absence_reason_names_ranks_in_calls_not_made_here(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     call_log.post("first")
     comm_world.Barrier()
     assert call_log.absence_reason() == ""

@@ -1,7 +1,7 @@
-"""The cuts of spans, and a reduce-scatter in place.
+"""The shards of spans, and a reduce-scatter in place.
 
 test_packed.py carries out the patterns that move data. Kernels on CPU threads (tests/kernels/test_collectives.py) and
-the engine of the host (tests/mpi/collectives/host/test_engine_order.py) carry out all of them.
+the engine of the host (tests/mpi/collectives/host/test_engine.py) carry out all of them.
 """
 
 from __future__ import annotations

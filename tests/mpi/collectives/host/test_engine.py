@@ -171,10 +171,10 @@ def test_random_calls(comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
     first, slots = (2**32 - 5, int(what)) if what.isdigit() else (0, 2)
     with engine_of(comm_world, first=first, slots=slots) as (engine, _, _):
         for number in range(1000 if what == "many" else 100):
-            carry_out, check = random_call(comm_world, shared, 40 if what == "many" and number % 10 else 4000)
+            run, check = random_call(comm_world, shared, 40 if what == "many" and number % 10 else 4000)
             if what == "stragglers" and shared.integers(comm_world.size) == comm_world.rank:
                 time.sleep(mine.choice([0, 1e-4, 2e-3, 1e-2]))
-            carry_out(engine)
+            run(engine)
             if first:
                 meet(comm_world, engine)
             check()
@@ -231,7 +231,7 @@ def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intr
             engine.run(chain, CALL)
 
 
-def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
+def test_ranks_that_fail_at_once_raise_the_same_agreed_error(
     comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, size, rounds = comm_world.rank, comm_world.size, 50
@@ -267,7 +267,7 @@ def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
     segments.close("agreed_errors")
 
 
-def test_a_agreed_error_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
+def test_an_agreed_error_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
     node = Group(MPI.COMM_SELF, [0], 20.0, tag=80)
     agreed_error = AgreedError(node, memoryview(bytearray(AgreedError.nbytes(1))))
     given = agreed_error.publish(PeerError("ä" * 10_000, ranks=[3]))
