@@ -18,6 +18,7 @@ from mpicomm.collectives.neighborhood import Neighborhood, blocks_for_ranks
 from mpicomm.collectives.operations import ALLTOALLV, Operation
 from mpicomm.collectives.packed import CallBlocks, blocks_of
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
@@ -121,7 +122,7 @@ class Call:
             self.wire.require(operation.name, self.dtype, self.op, self.operands, plain=plain)
             if size == 1:
                 self.wire = None  # one rank sends nothing
-        self.whole_call: checks.Signature | None = None
+        self.whole_call: Signature | None = None
         """The facts of the whole call if this call is a part of it. All ranks must agree in them."""
 
     @property
@@ -158,7 +159,7 @@ class Call:
         return self.receive if self.operation.into_all and not input_too and not elsewhere else None
 
     @property
-    def signature(self) -> checks.Signature:
+    def signature(self) -> Signature:
         """The facts in which all ranks must agree."""
         if self.whole_call is not None:
             return self.whole_call
@@ -174,7 +175,7 @@ class Call:
         wire = None if self.wire is None else str(self.wire)
         if wire is not None and not operation.reduces:
             dtype = str(self.dtype)  # blocks with scales are of elements, not of bytes
-        return checks.Signature(operation.name, dtype, count, self.op, root, asked, epilogue, wire)
+        return Signature(operation.name, dtype, count, self.op, root, asked, epilogue, wire)
 
     @cached_property
     def blocks(self) -> CallBlocks:

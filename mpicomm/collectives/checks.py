@@ -1,19 +1,13 @@
-"""Signature: the facts of a collective call in which all ranks must agree.
-
-Checks of one rank's call: its root, its ``recvcounts``, its place, its epilogue, and whether its buffers fit.
-"""
+"""Checks of one rank's call: its root, its ``recvcounts``, its location, its epilogue, and whether its buffers fit."""
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.activity.layout import COUNT_IN_TEXT
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import blocks_of
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
@@ -23,57 +17,6 @@ from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import Elements
 from mpicomm.mpi.spec import Shape
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The facts of a collective call. ``str`` gives its text.
-
-    ``count`` is None if ranks may pass different counts. Any other field is None if the collective has no such
-    argument.
-    """
-
-    operation: str
-    dtype: str
-    count: int | None = None
-    op: str | None = None
-    root: int | None = None
-    algorithm: str | None = None
-    """The algorithm that the caller named."""
-    epilogue: str | None = None
-    wire_dtype: str | None = None
-    """The quantized type as which elements travel."""
-
-    def __str__(self) -> str:
-        return self._text(self.count)
-
-    def _text(self, count: int | str | None) -> str:
-        optional = {"count": count, "op": self.op, "root": self.root}
-        optional |= {"epilogue": self.epilogue, "wire_dtype": self.wire_dtype, "algorithm": self.algorithm}
-        parts = [self.dtype, *(f"{name}={value}" for name, value in optional.items() if value is not None)]
-        return f"{self.operation}({', '.join(parts)})"
-
-    @property
-    def hash32(self) -> int:
-        """A 32-bit hash. It travels with the data, so ranks that call different things notice it."""
-        return hash_with_count(self.hash_without_count, self.count)
-
-    @property
-    def hash_without_count(self) -> int:
-        """A 32-bit hash of all other fields: see `hash_with_count`."""
-        words = self._text(None).encode()
-        return int.from_bytes(hashlib.blake2b(words, digest_size=4).digest(), "little")
-
-    def text_without_count(self) -> str:
-        """Return the text of the call. `COUNT_IN_TEXT` stands for its count, if the call has one."""
-        return self._text(None if self.count is None else COUNT_IN_TEXT)
-
-
-def hash_with_count(without_count: int, count: int | None) -> int:
-    """Return the hash of a call from ``without_count``, the hash of its other facts, and its count."""
-    number = -1 if count is None else count
-    # The factor is odd, so counts with other lowest 32 bits have other hashes. All bits of the count are in the hash.
-    return without_count + number * 0x9E3779B1 + (number >> 32) & 0xFFFFFFFF
 
 
 def require_root(operation: Operation, root: Any, size: int) -> None:

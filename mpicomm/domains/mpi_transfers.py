@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.monitored_barrier import GRACE_S, abandoned
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.checks import Signature
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport, TransportName
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.signature import Signature
 from mpicomm.errors import MpicommError
 from mpicomm.mpi.arguments import Span
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.device_counts_template import DeviceCountsTemplate
+from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT, COUNTS, MISMATCH, OF_RECEIVE, RECEIVE_OVERFLOW
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.buffers import ArrayMemory

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.chain.plan import BATCH_NBYTES, CHAIN_SLOTS
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import launch_tag
+from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from mpicomm.sharing.segments import Mapped
 from tests.helpers.inputs import patterns

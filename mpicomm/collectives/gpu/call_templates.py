@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, format_call
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.checks import hash_with_count
 from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan
 from mpicomm.collectives.gpu.algorithms.memory import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.decision import NO_END, Decision, choice_at, enqueuers_of
+from mpicomm.collectives.signature import hash_with_count
 from mpicomm.devices.base import GrowingScratch
 from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.descriptors import descriptor_of, has_count

@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, Filled, KernelTemplate, Step
 from mpicomm.collectives.gpu.algorithms.memory import Domain
 from mpicomm.collectives.gpu.algorithms.packets import arguments as kernels
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig, any_length_config
 from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.decision import NO_END, enqueuers_of
+from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.buffers import ArrayMemory

@@ -12,7 +12,6 @@ from cupy.cuda import runtime
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, Form, Step
@@ -28,6 +27,7 @@ from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import CallBlocks, PackJob, pack_launches
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GrowingScratch, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark

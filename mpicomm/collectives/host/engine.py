@@ -12,10 +12,10 @@ import numpy as np
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import require_own_process
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.channels import Aborted, Channels
 from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import array_at
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error, name_ranks

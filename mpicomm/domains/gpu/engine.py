@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan, Copy
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -19,6 +18,7 @@ from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.packed import pack_launch, table_of_blocks
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GrowingScratch
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark

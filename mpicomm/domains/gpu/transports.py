@@ -17,7 +17,7 @@ from typing import TypeVar
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.cluster.process import query_cuda_aware
-from mpicomm.collectives.checks import Signature
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.events import Mark
 from mpicomm.devices.cuda.side_streams import ForkedStream

@@ -10,11 +10,11 @@ from typing import Any, overload
 import numpy as np
 
 from mpicomm.collectives import operations
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, blocks, split
+from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 
 __all__ = ["Pattern", "blocks", "split"]

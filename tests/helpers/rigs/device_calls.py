@@ -19,9 +19,9 @@ import mpicomm
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.host.engine import HostEngine
+from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs import patterns

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.tuning import BUILT_IN
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.errors import MpicommError
 from mpicomm.kernels.team import Faults

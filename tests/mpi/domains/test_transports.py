@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.checks import Signature
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels

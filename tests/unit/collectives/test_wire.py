@@ -12,7 +12,7 @@ pytest.importorskip("ml_dtypes")
 
 from mpicomm.activity.layout import format_call
 from mpicomm.collectives import wire
-from mpicomm.collectives.checks import Signature, hash_with_count
+from mpicomm.collectives.signature import Signature, hash_with_count
 from mpicomm.collectives.wire import QUANTIZABLE, WIRE_DTYPES
 from tests.helpers.references.reductions import BLOCK, ERROR, Array, bound, dtype_named, quantized_sum, round_trip
 

@@ -17,13 +17,13 @@ from mpi4py import MPI
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.channels import AgreedError, Channels
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.selection import algorithms_for
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.sharing.segments import share

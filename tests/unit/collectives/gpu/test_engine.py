@@ -16,12 +16,12 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, OVERSEERS, QUANTIZED_OF_PACKET
 from mpicomm.collectives.gpu.decision import usual_kernels
 from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS
+from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.epilogues import Elementwise, rms_norm
