@@ -12,7 +12,7 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.reductions import is_own
+from mpicomm.kernels.reductions import is_custom
 from mpicomm.kernels.window import MOVING
 from mpicomm.mpi.arguments import is_on_device, refuse_stream
 from mpicomm.mpi.buffers import is_host_view
@@ -134,7 +134,7 @@ def _require_legal(what: str, op: Any, origin: Any, rank: Any) -> None:
     name = name_of(op, what)
     if name in MOVING:
         return  # any type; and MPI reads no origin of NO_OP
-    if is_own(name):
+    if is_custom(name):
         raise RefusedByMpiError(
             f"{what}: op={op!r}: MPI has no operations of programs in its windows: make the window on a "
             "communicator of GPUs (place='device'), or pass an operation that MPI defines",

@@ -86,7 +86,7 @@ def require_room(operation: Operation, send: Operand, receive: Operand, rank: in
     (sent, nbytes), (room, room_nbytes) = own_block(send, operation.send), own_block(receive, operation.receive)
     unit = "elements"
     if epilogue is not None:
-        room = epilogue.elements_in(receive)
+        room = epilogue.reduced_capacity(receive)
     elif not operation.reduces and (nbytes != room_nbytes or send.derived or receive.derived):
         unit, sent, room = "bytes", sent * nbytes, room * room_nbytes
     if sent != room:

@@ -51,7 +51,7 @@ def with_epilogue(reader: Reader, call: Call) -> Steps:
         reduced = target = np.empty(call.send.total, epilogue.dtype)
     part = reader.call(call.operation, Arguments(given.send, target, given.op), call.algorithm)
     part.whole_call = call.signature  # with the epilogue, so that ranks compare it
-    return part, partial(epilogue.on_host, reduced, made)
+    return part, partial(epilogue.apply_on_host, reduced, made)
 
 
 def as_packed(reader: Reader, call: Call) -> Steps:

@@ -39,14 +39,14 @@ class Fused(NamedTuple):
 class BoundEpilogue(ABC):
     """An epilogue for the types and buffers of a call. Its methods are local.
 
-    `place` makes it the epilogue of another call of the same form.
+    `rebind` makes it the epilogue of another call of the same form.
     """
 
     writes: tuple[Operand, ...] = ()
     """The other arrays that it writes, besides the result."""
     row_nbytes = 0
     """The bytes of a row of reduced elements, if it needs all elements of a row at once; else 0."""
-    in_element = 1
+    reduced_per_element = 1
     """The reduced elements in an element of the result."""
 
     def __init__(self, text: str, dtype: np.dtype[Any], result: Operand, arrays: Mapping[str, Operand]) -> None:
@@ -68,15 +68,15 @@ class BoundEpilogue(ABC):
         """Whether the stored elements have another type than the reduced ones."""
         return self.result != self.dtype
 
-    def without_owners(self) -> Self:
-        """Return a copy that keeps no array alive. Kernels can apply it after `place`, and the host cannot."""
+    def detached(self) -> Self:
+        """Return a copy that keeps no array alive. Kernels can apply it after `rebind`, and the host cannot."""
         kept = copy(self)
         kept._arrays = {name: replace(array, memory=NOWHERE, spec=None) for name, array in self._arrays.items()}
         kept.writes = ()
         return kept
 
     @abstractmethod
-    def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
+    def rebind(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
         """Take the memory of a call of this form that reduces ``count`` elements; return whether all lengths fit.
 
         ``output`` is the address of the result, and ``arrays`` are in the order of `Epilogue.arrays`.
@@ -91,24 +91,24 @@ class BoundEpilogue(ABC):
         """
 
     @abstractmethod
-    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
+    def separate_launch(self, source: int, failed: int, multiprocessors: int) -> Launch:
         """Return the kernel that makes elements at `output` from elements at ``source``. The addresses may be equal.
 
         The kernel does nothing after the word at ``failed`` is set.
         """
 
     @abstractmethod
-    def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    def apply_on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """Make elements of ``out`` from elements of ``reduced``. Both may be the same memory."""
 
 
 class Epilogue(ABC):
     """One of `mpicomm.epilogues`. An all-reduce applies it to its result before it stores the result."""
 
-    grows: tuple[str, ...] = ()
+    sized_by_result: tuple[str, ...] = ()
     """The arrays whose lengths depend on the length of the result."""
 
-    facts: Hashable
+    constants: Hashable
     """All of it except the memory of `arrays`."""
     arrays: dict[str, Any]
     """The arrays that it uses, by name."""
@@ -118,12 +118,12 @@ class Epilogue(ABC):
 
         The key is None if an array is not plain.
         """
-        kinds, memory = [self.facts], []
+        kinds, memory = [self.constants], []
         for name, array in self.arrays.items():
             plain = descriptor_of(array)
             if plain is None or len(plain) > 3:
                 return None, ()
-            kinds.append(plain[2] if name in self.grows else plain[1:])
+            kinds.append(plain[2] if name in self.sized_by_result else plain[1:])
             memory.append(plain[:2])
         return tuple(kinds), tuple(memory)
 
@@ -134,7 +134,7 @@ class Epilogue(ABC):
         Raises `InvalidUsageError`.
         """
 
-    def elements_in(self, result: Operand) -> int:
+    def reduced_capacity(self, result: Operand) -> int:
         """Return the number of reduced elements for which ``result`` has room."""
         return result.total
 

@@ -64,7 +64,7 @@ class Elementwise(Epilogue):
             else:
                 self._numbers[name] = number
         numbers = [(name, type(number), number) for name, number in self._numbers.items()]
-        self.facts = expression, *numbers, *self.arrays
+        self.constants = expression, *numbers, *self.arrays
 
     def __repr__(self) -> str:
         operands = "".join(f", {name}={operand!r}" for name, operand in self._numbers.items())
@@ -142,9 +142,9 @@ class BoundElementwise(BoundEpilogue):
         self._numbers = numbers
         packed = (struct.pack("<d" if isinstance(each, float) else "<q", each) for each in numbers.values())
         self._operands = epilogue.EpilogueOperands(tuple(struct.unpack("<Q", word)[0] for word in packed))
-        self.place(result.pointer, result.total, [(array.pointer, array.total) for array in arrays.values()])
+        self.rebind(result.pointer, result.total, [(array.pointer, array.total) for array in arrays.values()])
 
-    def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
+    def rebind(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
         self.output, self._operands.count = output, count
         for place, (pointer, _) in enumerate(arrays, len(self._numbers)):
             self._operands.words[place] = pointer
@@ -173,7 +173,7 @@ class BoundElementwise(BoundEpilogue):
         options = epilogue.epilogue_options(self._code, self.result.name if self.converts else None)
         return Fused(options, epilogue.PacketEpilogue(self._operands, reduced, self.output))
 
-    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
+    def separate_launch(self, source: int, failed: int, multiprocessors: int) -> Launch:
         arguments = epilogue.EpilogueArguments(source, self.output, failed, self._operands)
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
         variant = epilogue.epilogue_kernel(self.dtype.name, self.result.name, self._code)
@@ -183,7 +183,7 @@ class BoundElementwise(BoundEpilogue):
     def _code(self) -> str:  # not at once, because calls on the host bind each time
         return self._expression.tree.cpp("State")
 
-    def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    def apply_on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
         values: dict[str, Any] = {
             name: np.float64(number) if isinstance(number, float) else np.int64(number)

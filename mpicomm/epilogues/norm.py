@@ -44,7 +44,7 @@ _NOWHERE = 0, 0
 class Norm(Epilogue):
     """See `mpicomm.epilogues.rms_norm` and `layer_norm`, which name it."""
 
-    grows = ("residual", "scales")
+    sized_by_result = ("residual", "scales")
 
     def __init__(self, name: str, arrays: Sequence[Any], eps: float, layout: str) -> None:
         """``arrays`` are those of `_ARRAYS`. The last one may be a number."""
@@ -61,20 +61,20 @@ class Norm(Epilogue):
             raise InvalidUsageError(f"scale_layout={layout!r} of {name}: use one of {', '.join(_LAYOUTS)}")
         if layout != "linear" and scales is None:
             raise InvalidUsageError(f"scale_layout={layout!r} of {name} is for scales: pass scales")
-        self.facts = name, self.eps, self.scale, layout, *self.arrays
+        self.constants = name, self.eps, self.scale, layout, *self.arrays
 
     def __repr__(self) -> str:
         return f"{self.name}(..., eps={self.eps})"
 
-    def elements_in(self, result: Operand) -> int:
+    def reduced_capacity(self, result: Operand) -> int:
         """See `Epilogue`. Two float4_e2m1fn lie in a byte."""
         return result.total * (2 if self._has_four_bits(result) else 1)
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        said, count = f"{operation}: epilogue={self!r}", self.elements_in(result)
-        read = {
-            name: self.read(name, array, result, writable=name in self.grows) for name, array in self.arrays.items()
-        }
+        said, count = f"{operation}: epilogue={self!r}", self.reduced_capacity(result)
+        read = {}
+        for name, array in self.arrays.items():
+            read[name] = self.read(name, array, result, writable=name in self.sized_by_result)
         residual, weight = read["residual"], read["weight"]
         four = self._has_four_bits(result)
         if not four:
@@ -98,7 +98,7 @@ class Norm(Epilogue):
                     f"{like}, as a row has"
                 )
         quantized = self._quantized_format(said, dtype, result, read, count // weight.total)
-        for changed in [each for each in self.grows if each in read]:
+        for changed in [each for each in self.sized_by_result if each in read]:
             for other, array in read.items():
                 if other != changed and overlaps(read[changed], array):
                     raise InvalidUsageError(f"{said}: {changed} and {other} overlap: copy one of them")
@@ -168,9 +168,9 @@ class BoundNorm(BoundEpilogue):
         made = result.dtype if quantized is None else f"{quantized}, scale={scale}"
         text = f"{norm.name}, {weight.total} {weight.dtype}{has}, eps={self._eps}, to {made}"
         super().__init__(text, dtype, result, arrays)
-        self.writes = tuple(array for name, array in arrays.items() if name in Norm.grows)
+        self.writes = tuple(array for name, array in arrays.items() if name in Norm.sized_by_result)
         self.row_nbytes = weight.total * dtype.itemsize
-        self.in_element = 1 if quantized is None else quantized.per_byte
+        self.reduced_per_element = 1 if quantized is None else quantized.per_byte
         self._centred = norm.name == "layer_norm"
         self._quantized = quantized
         self._scale = 1.0 if scale is None else float(scale)
@@ -188,9 +188,9 @@ class BoundNorm(BoundEpilogue):
             for each in (flags, [*flags, "ALIGNED"])
         ]
         memory = [(array.pointer, array.total) for array in arrays.values()]
-        self.place(result.pointer, arrays["residual"].total, memory)
+        self.rebind(result.pointer, arrays["residual"].total, memory)
 
-    def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
+    def rebind(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
         placed = dict(zip(self._arrays, arrays, strict=True))
         self.output, self._pointers = output, [placed.get(name, _NOWHERE)[0] for name in _ARRAYS]
         self._rows, rest = divmod(count, self._hidden)
@@ -207,12 +207,12 @@ class BoundNorm(BoundEpilogue):
         aligned = reduce(or_, places) % PACKET_NBYTES == 0
         return Fused(self._options[aligned], self._arguments(-(-self._rows // shards)))
 
-    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
+    def separate_launch(self, source: int, failed: int, multiprocessors: int) -> Launch:
         arguments = NormKernelArguments(source, failed, self._arguments(self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
         return Launch(norm_kernel(self.dtype.name, self._options[False]), arguments, blocks, NORM_THREADS)
 
-    def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    def apply_on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """See `BoundEpilogue`. It adds numbers in the order of the kernel, so it has the kernel's bits."""
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
         weight, bias, linear_bias = (self._row(name, wide) for name in ("weight", "bias", "linear_bias"))

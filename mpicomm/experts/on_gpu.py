@@ -8,7 +8,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import DTYPES, ExpertsConfig
 from mpicomm.kernels import experts as kernels
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
+from mpicomm.kernels.team import ARENA_HEADER_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedMemory
@@ -50,7 +50,7 @@ class ExpertsMemory:
         recv_slots = (config.size - 1) * config.recv_slots
         packets = config.size * (config.recv_slots * config.top_k + kernels.HEADERS)
         row_parts, sum_parts = (_parts_of(nbytes)[0] for nbytes in (config.row_nbytes, config.sum_nbytes))
-        end = HEAD_NBYTES
+        end = ARENA_HEADER_NBYTES
         self.places: dict[str, int] = {}
         """The offset of each part, by its name in `ExpertsArguments`."""
         for name, nbytes in (

@@ -38,11 +38,11 @@ Values = Mapping[str, Any]
 class ExpressionNode(ABC):
     """A part of an expression."""
 
-    below: tuple[ExpressionNode, ...] = ()
+    children: tuple[ExpressionNode, ...] = ()
     """The parts of the node."""
 
     @property
-    def gives(self) -> Sort:
+    def sort(self) -> Sort:
         """The sort of its value."""
         return "number"
 
@@ -57,7 +57,7 @@ class ExpressionNode(ABC):
     def walk(self) -> Iterator[ExpressionNode]:
         """Yield it and all nodes below it."""
         yield self
-        for node in self.below:
+        for node in self.children:
             yield from node.walk()
 
 
@@ -113,30 +113,30 @@ class Apply(ExpressionNode):
     """A function of other nodes. Each node gives the sort of value that the function takes."""
 
     function: Function
-    below: tuple[ExpressionNode, ...] = ()
+    children: tuple[ExpressionNode, ...] = ()
 
     @property
-    def gives(self) -> Sort:
-        return self.function.gives
+    def sort(self) -> Sort:
+        return self.function.sort
 
     def cpp(self, state: str) -> str:
-        return f"{self.function.cpp}({','.join(node.cpp(state) for node in self.below)})"
+        return f"{self.function.cpp}({','.join(node.cpp(state) for node in self.children)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        return self.function.numpy(*(node.evaluate(dtype, values) for node in self.below))
+        return self.function.numpy(*(node.evaluate(dtype, values) for node in self.children))
 
 
 @dataclass(frozen=True)
-class AsNumber(ExpressionNode):
+class TruthAsNumber(ExpressionNode):
     """The number of a truth value: 1 or 0."""
 
-    below: tuple[ExpressionNode]
+    children: tuple[ExpressionNode]
 
     def cpp(self, state: str) -> str:
-        return f"fn::number<{state}>({self.below[0].cpp(state)})"
+        return f"fn::number<{state}>({self.children[0].cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        return self.below[0].evaluate(dtype, values).astype(dtype)
+        return self.children[0].evaluate(dtype, values).astype(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +177,7 @@ def undefined(expression: Expression, dtype: str) -> str | None:
             if kind == "integer" and node.value > np.iinfo(dtype).max:
                 return f"{node.value} is no {dtype}: the largest is {np.iinfo(dtype).max}"
         elif isinstance(node, Apply) and kind not in node.function.kinds:
-            instead = node.function.instead or f"convert the {dtype}"
+            instead = node.function.hint or f"convert the {dtype}"
             return f"{node.function.label} is for {', '.join(node.function.kinds)}: {instead}"
     return None
 
@@ -233,9 +233,9 @@ class _Reader:
     def read(self, tree: ast.expr, sort: Sort = "number") -> ExpressionNode:
         """Return a part as a number or as a truth value. A truth value becomes the number 1 or 0."""
         node = self._node(tree)
-        if node.gives == sort:
+        if node.sort == sort:
             return node
-        return AsNumber((node,)) if sort == "number" else Apply(functions.IS_TRUE, (node,))
+        return TruthAsNumber((node,)) if sort == "number" else Apply(functions.IS_TRUE, (node,))
 
     def _node(self, tree: ast.expr) -> ExpressionNode:
         match tree:
@@ -266,11 +266,11 @@ class _Reader:
                 return self._apply(OPERATORS[type(binary)], left, right)
             case ast.BoolOp(joint, values):
                 function = functions.AND if isinstance(joint, ast.And) else functions.OR
-                return _joined(function, [self.read(value, "truth") for value in values])
+                return _fold(function, [self.read(value, "truth") for value in values])
             case ast.Compare(left, signs, others) if all(type(sign) in OPERATORS for sign in signs):  # no `is` and `in`
                 operands = [self.read(operand) for operand in (left, *others)]
                 pairs = zip(signs, operands, operands[1:], strict=False)
-                return _joined(functions.AND, [Apply(OPERATORS[type(sign)], (a, b)) for sign, a, b in pairs])
+                return _fold(functions.AND, [Apply(OPERATORS[type(sign)], (a, b)) for sign, a, b in pairs])
             case ast.IfExp(test, body, orelse):
                 return self._apply(functions.WHERE, test, body, orelse)
             case ast.Call(called, operands_given, keywords):
@@ -278,7 +278,7 @@ class _Reader:
         raise self._unknown(tree)
 
     def _apply(self, function: Function, *operands: ast.expr) -> ExpressionNode:
-        return Apply(function, tuple(map(self.read, operands, function.takes)))
+        return Apply(function, tuple(map(self.read, operands, function.operands)))
 
     def _power(self, base: ast.expr, exponent: ast.expr) -> ExpressionNode:
         match exponent:
@@ -302,9 +302,9 @@ class _Reader:
         if keywords or any(isinstance(operand, ast.Starred) for operand in operands):
             raise self._unknown(tree)
         if function.label in ("min", "max") and len(operands) > 2:
-            return _joined(function, [self.read(operand) for operand in operands])
-        if len(operands) != len(function.takes):
-            raise self.error(f"{function.label} takes {len(function.takes)} operands, not {len(operands)}")
+            return _fold(function, [self.read(operand) for operand in operands])
+        if len(operands) != len(function.operands):
+            raise self.error(f"{function.label} takes {len(function.operands)} operands, not {len(operands)}")
         return self._apply(function, *operands)
 
     def _unknown(self, tree: ast.expr) -> InvalidUsageError:
@@ -314,7 +314,7 @@ class _Reader:
         )
 
 
-def _joined(function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
+def _fold(function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
     """Return a function of two operands, applied to several operands from the left to the right."""
     return reduce(lambda before, operand: Apply(function, (before, operand)), operands)
 
@@ -322,7 +322,7 @@ def _joined(function: Function, operands: Sequence[ExpressionNode]) -> Expressio
 def is_index(node: ExpressionNode) -> bool:
     """Return whether `bounds` knows all parts of a node."""
     if isinstance(node, Apply):
-        return node.function.label in ("+", "-", "*", "//", "%") and all(map(is_index, node.below))
+        return node.function.label in ("+", "-", "*", "//", "%") and all(map(is_index, node.children))
     return isinstance(node, Variable) or (isinstance(node, Number) and isinstance(node.value, int))
 
 
@@ -337,7 +337,7 @@ def bounds(node: ExpressionNode, ranges: Mapping[str, Range]) -> Range:
         low = high = int(node.value)
     else:
         assert isinstance(node, Apply)
-        low, high = _bounds_of(node.function.label, [bounds(each, ranges) for each in node.below])
+        low, high = _bounds_of(node.function.label, [bounds(each, ranges) for each in node.children])
     if low < -_LARGEST_INDEX or high > _LARGEST_INDEX:
         raise OverflowError
     return low, high

@@ -48,26 +48,26 @@ class Function:
     numpy: Callable[..., Any]
     kinds: tuple[NumberKind, ...]
     """The kinds of elements for which it is defined."""
-    instead: str = ""
+    hint: str = ""
     """The way out for kinds without it."""
-    takes: tuple[Sort, ...] = ("number", "number")
-    gives: Sort = "number"
+    operands: tuple[Sort, ...] = ("number", "number")
+    sort: Sort = "number"
 
 
-_unary, _comparison = partial(Function, takes=("number",)), partial(Function, gives="truth")
-_logical = partial(Function, kinds=KINDS, takes=("truth", "truth"), gives="truth")
+_unary, _comparison = partial(Function, operands=("number",)), partial(Function, sort="truth")
+_logical = partial(Function, kinds=KINDS, operands=("truth", "truth"), sort="truth")
 
 MULTIPLY = Function("*", "fn::multiply", np.multiply, _NUMBER, "use and")
 DIVIDE = Function("/", "fn::divide", np.divide, _FLOAT, "use // for integers")
 POWER = Function("**", "fn::pow", np.power, _FLOAT, "use a constant exponent such as a ** 2")
 AND, OR = _logical("and", "fn::both", np.logical_and), _logical("or", "fn::either", np.logical_or)
-NOT = _logical("not", "fn::negation", np.logical_not, takes=("truth",))
-WHERE = Function("where", "fn::where", np.where, KINDS, takes=("truth", "number", "number"))
+NOT = _logical("not", "fn::negation", np.logical_not, operands=("truth",))
+WHERE = Function("where", "fn::where", np.where, KINDS, operands=("truth", "number", "number"))
 TRUTHS = {  # in C++ bool() is false
-    value: Function(str(value), "!bool" if value else "bool", partial(np.bool_, value), KINDS, takes=(), gives="truth")
-    for value in (False, True)
+    False: Function("False", "bool", partial(np.bool_, False), KINDS, operands=(), sort="truth"),
+    True: Function("True", "!bool", partial(np.bool_, True), KINDS, operands=(), sort="truth"),
 }
-IS_TRUE = Function("bool", "is_true", lambda number: number != 0, KINDS, takes=("number",), gives="truth")
+IS_TRUE = Function("bool", "is_true", lambda number: number != 0, KINDS, operands=("number",), sort="truth")
 
 
 def power_of(exponent: int) -> Function:

@@ -1,5 +1,5 @@
 // Element and Op: the reduction of a compiled kernel, MPICOMM_OP on elements of MPICOMM_DTYPE.
-// Without these macros the kernel reduces nothing, and an element is a byte. The operation `own` is
+// Without these macros the kernel reduces nothing, and an element is a byte. The operation `custom` is
 // MPICOMM_EXPRESSION, which the host writes (mpicomm/expressions): a is the reduction of the
 // previous ranks, and b is the contribution of the next rank.
 #pragma once
@@ -14,7 +14,7 @@
 namespace mpicomm {
 namespace op {
 template <class T>
-struct own : Numeric<T> {
+struct custom : Numeric<T> {
   using State = typename Numeric<T>::State;
   MPICOMM_DEVICE static State next(State a, T x) {
     [[maybe_unused]] const State b = Number<T>::decode(x);

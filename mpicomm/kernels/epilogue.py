@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable
 
 from mpicomm.kernels.reductions import OPTIONS, cpp_name
-from mpicomm.kernels.variant import SHARED, Variant, u64
+from mpicomm.kernels.variant import KERNEL_DIR, Variant, u64
 
 # Constants of epilogue.cuh, epilogue.cu and norm.cuh; a test compares them.
 MOST_OPERANDS = 8
@@ -81,12 +81,12 @@ def norm_options(
 def epilogue_kernel(dtype: str, result: str, expression: str) -> Variant:
     """Return the kernel that turns elements of ``dtype`` into elements of ``result`` by an expression in C++."""
     options = (*_reduced(dtype), *epilogue_options(expression, result))
-    return Variant(SHARED / "epilogue.cu", "mpicomm_epilogue", options)
+    return Variant(KERNEL_DIR / "epilogue.cu", "mpicomm_epilogue", options)
 
 
 def norm_kernel(dtype: str, options: tuple[str, ...]) -> Variant:
     """Return the kernel that normalises rows of ``dtype``. ``options`` are of `norm_options`."""
-    return Variant(SHARED / "norm.cu", "mpicomm_norm", (*_reduced(dtype), *options))
+    return Variant(KERNEL_DIR / "norm.cu", "mpicomm_norm", (*_reduced(dtype), *options))
 
 
 def _reduced(dtype: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 // blocks: senders, which store into the memory of peers, and receivers, which take data from the
 // memory of this rank.
 //
-// Memory. The arena of a rank has these parts after its head. A source is a rank with tokens. The
+// Memory. The arena of a rank has these parts after its header. A source is a rank with tokens. The
 // part of a source or of a peer in an arena has the number `index_in`.
 //
 //     routes       of each source: headers with the number of its tokens, for even and odd launches in turns, then

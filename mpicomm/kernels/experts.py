@@ -6,7 +6,7 @@ import ctypes
 
 from mpicomm.kernels.reductions import cpp_name, options_for
 from mpicomm.kernels.team import LANES, MAX_RANKS, PACKET_NBYTES, Team
-from mpicomm.kernels.variant import SHARED, Variant, u32, u64
+from mpicomm.kernels.variant import KERNEL_DIR, Variant, u32, u64
 
 # Constants of the kernels and of faults.cuh; a test compares them.
 DISPATCH_THREADS = 384
@@ -77,8 +77,8 @@ class QuantizeArguments(ctypes.Structure):
     _fields_ = [*u64("x", "values", "scales", "groups")]
 
 
-DISPATCH_KERNEL = Variant(SHARED / "experts_dispatch.cu", "mpicomm_experts_dispatch", options_for(None))
-DISPATCH_FEW_KERNEL = Variant(SHARED / "experts_dispatch_few.cu", "mpicomm_experts_dispatch_few", options_for(None))
+DISPATCH_KERNEL = Variant(KERNEL_DIR / "experts_dispatch.cu", "mpicomm_experts_dispatch", options_for(None))
+DISPATCH_FEW_KERNEL = Variant(KERNEL_DIR / "experts_dispatch_few.cu", "mpicomm_experts_dispatch_few", options_for(None))
 
 
 def combine_experts_kernel(dtype: str, result: str, *, by_token: bool, in_packets: bool) -> Variant:
@@ -89,12 +89,12 @@ def combine_experts_kernel(dtype: str, result: str, *, by_token: bool, in_packet
     ways = {"BY_TOKEN": by_token, "IN_PACKETS": in_packets}
     named = (f"-DMPICOMM_{name}={str(value).lower()}" for name, value in ways.items())
     options = (*options_for((dtype, "sum")), f"-DMPICOMM_RESULT={cpp_name(result)}", *named)
-    return Variant(SHARED / "experts_combine.cu", "mpicomm_experts_combine", options)
+    return Variant(KERNEL_DIR / "experts_combine.cu", "mpicomm_experts_combine", options)
 
 
 def quantize_experts_kernel(dtype: str) -> Variant:
     """Return the kernel that quantises elements of ``dtype``."""
-    return Variant(SHARED / "experts_quantize.cu", "mpicomm_experts_quantize", options_for((dtype, "sum")))
+    return Variant(KERNEL_DIR / "experts_quantize.cu", "mpicomm_experts_quantize", options_for((dtype, "sum")))
 
 
 def quantize_blocks(groups: int, multiprocessors: int) -> int:

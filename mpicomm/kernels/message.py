@@ -6,7 +6,7 @@ import ctypes
 import struct
 
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import SHARED, Variant, u32, u64
+from mpicomm.kernels.variant import KERNEL_DIR, Variant, u32, u64
 
 # Constants and structures of message.cu and signal.cu; a test compares them.
 MESSAGE_THREADS = 512
@@ -29,7 +29,7 @@ MESSAGE_STEP = struct.Struct("=" + "".join({8: "Q", 4: "I"}[ctypes.sizeof(field[
 BLOCK_NBYTES = 16 << 10
 """The bytes that a block copies, if `MESSAGE_WORDS` blocks are enough."""
 
-MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(None))
+MESSAGE_KERNEL = Variant(KERNEL_DIR / "message.cu", "mpicomm_message", options_for(None))
 
 
 class SignalArguments(ctypes.Structure):
@@ -38,7 +38,7 @@ class SignalArguments(ctypes.Structure):
     _fields_ = [*u64("count", "inbox", "timeout_ns", "record", "failed"), *u32("peer", "waits")]
 
 
-SIGNAL_KERNEL = Variant(SHARED / "signal.cu", "mpicomm_signal", options_for(None))
+SIGNAL_KERNEL = Variant(KERNEL_DIR / "signal.cu", "mpicomm_signal", options_for(None))
 """Sends a signal, or waits for one."""
 
 

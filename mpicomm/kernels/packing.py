@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import SHARED, Variant, u32, u64
+from mpicomm.kernels.variant import KERNEL_DIR, Variant, u32, u64
 
 # Constants and structures of pack.cu; a test compares them.
 PACK_THREADS = 256
@@ -59,7 +59,7 @@ class PackTable:
         return PackArguments(regions, memory, packed, failed, *numbers, first)
 
 
-PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
+PACK_KERNEL = Variant(KERNEL_DIR / "pack.cu", "mpicomm_pack", options_for(None))
 
 
 def blocks_for(units: int, multiprocessors: int) -> int:

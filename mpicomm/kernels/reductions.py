@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.variant import SHARED, Variant, u32, u64
+from mpicomm.kernels.variant import KERNEL_DIR, Variant, u32, u64
 
 if TYPE_CHECKING:
     from mpicomm.expressions.expression import Expression
@@ -37,12 +37,12 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
 """The operations for each dtype, by the names of NumPy and ml_dtypes."""
 
 
-def is_own(op: str) -> bool:
+def is_custom(op: str) -> bool:
     """Return whether an operation is an expression of the user, not a word."""
     return op in ("a", "b") or not op.isidentifier()
 
 
-def own_op(text: str) -> Expression:
+def custom_op(text: str) -> Expression:
     """Return an operation of the user: ``a`` is the reduction of the previous ranks, ``b`` the next contribution.
 
     Raises `InvalidUsageError` if the text is not an operation.
@@ -65,11 +65,11 @@ def options_for(reduction: Reduction | None) -> tuple[str, ...]:
     if reduction is None:
         return OPTIONS
     dtype, op = reduction
-    if dtype in REDUCTIONS and is_own(op):
-        own = own_op(op)
+    if dtype in REDUCTIONS and is_custom(op):
+        own = custom_op(op)
         own.require_defined(dtype)
         expression = f"-DMPICOMM_EXPRESSION={own.tree.cpp('State')}"
-        return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=own", expression)
+        return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=custom", expression)
     if op not in REDUCTIONS.get(dtype, ()):
         raise InvalidUsageError(
             f"op={op!r} is not defined for {dtype} on a GPU"
@@ -103,7 +103,7 @@ def combine_kernel(reduction: Reduction, result: str) -> Variant:
     The two types differ only in width, and the kernel reduces in the wider type.
     """
     options = (*options_for(reduction), f"-DMPICOMM_RESULT={cpp_name(result)}")
-    return Variant(SHARED / "combine.cu", "mpicomm_combine", options)
+    return Variant(KERNEL_DIR / "combine.cu", "mpicomm_combine", options)
 
 
 def blocks_for(nbytes: int, multiprocessors: int) -> int:

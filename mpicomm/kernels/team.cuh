@@ -1,8 +1,8 @@
-// Team, which every kernel of a communicator gets as an argument, and the head of an arena. By the
-// words of the head, ranks count their launches, announce their launches and calls, and give up
+// Team, which every kernel of a communicator gets as an argument, and the header of an arena. By
+// the words of the header, ranks count their launches, announce their launches and calls, and give up
 // together.
 //
-// An arena is memory of one rank that all ranks have mapped. Its head is all zero at first:
+// An arena is memory of one rank that all ranks have mapped. Its header is all zero at first:
 //
 //     abort word       a rank that gives up stores its reason there, in every arena
 //     announcements    of each rank: which launches it has begun, and the tags of its calls
@@ -32,7 +32,7 @@ constexpr u32 kMaxBlocks = 256;
 constexpr u64 kAnnouncements = kLineNbytes;  // the offset in an arena, after the line of the abort word
 constexpr u64 kSentAnnouncements = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kNumbers = kSentAnnouncements + kMaxRanks * 2 * sizeof(u64);
-constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u64);
+constexpr u64 kArenaHeaderNbytes = kNumbers + kMaxBlocks * sizeof(u64);
 
 struct Team {
   u8* arenas[kMaxRanks];  // the address of every rank's arena on this rank

@@ -12,8 +12,8 @@ MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128
 PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
-HEAD_NBYTES = 2432
-"""The size of the head of an arena, which is all zero at first: see the top of team.cuh."""
+ARENA_HEADER_NBYTES = 2432
+"""The size of the header of an arena, which is all zero at first: see the top of team.cuh."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
 COUNTS, RECEIVE_OVERFLOW = 13, 14
 """``enum Operation`` of faults.cuh, without signals."""

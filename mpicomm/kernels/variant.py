@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARED = Path(__file__).parent
+KERNEL_DIR = Path(__file__).parent
 """The directory of the headers that the kernels of all algorithms include."""
 
 
@@ -17,7 +17,7 @@ def include_dir() -> str:
     `barrier`, `send_packets`, `receive_packets` and `reduce_load`, each by a thread, a warp or a block. The comments of
     the header say what each function orders, which threads call it, and what happens at a timeout. It needs C++17.
     """
-    return str(SHARED / "include")
+    return str(KERNEL_DIR / "include")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Variant:
     """A kernel with one structure as its parameter, and one set of compiler options."""
 
     source: Path
-    """The .cu file. It includes headers from its own directory and from `SHARED`."""
+    """The .cu file. It includes headers from its own directory and from `KERNEL_DIR`."""
     entry: str
     options: tuple[str, ...]
 

@@ -6,7 +6,7 @@ import ctypes
 
 from mpicomm.kernels.packing import PackArguments
 from mpicomm.kernels.reductions import OPTIONS, Reduction, options_for
-from mpicomm.kernels.variant import SHARED, Variant, u32, u64
+from mpicomm.kernels.variant import KERNEL_DIR, Variant, u32, u64
 
 # Constants and a structure of window.cu, window_lock.cuh and faults.cuh; a test compares them.
 WINDOW_RANKS = 56
@@ -43,9 +43,9 @@ def lock_of(board: int) -> LockWords:
     return LockWords.from_address(board + LOCK_ROW * ROW_WORDS * WORD_NBYTES)
 
 
-SYNCHRONISE_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_synchronise", options_for(None))
+SYNCHRONISE_KERNEL = Variant(KERNEL_DIR / "window.cu", "mpicomm_window_synchronise", options_for(None))
 """Signals ranks, then waits for ranks."""
-LOCK_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_lock", options_for(None))
+LOCK_KERNEL = Variant(KERNEL_DIR / "window.cu", "mpicomm_window_lock", options_for(None))
 """Releases locks, then acquires locks."""
 
 
@@ -84,12 +84,13 @@ def accumulate_kernel(reduction: Reduction, itemsize: int) -> Variant:
     if op in MOVING:
         dtype = _TYPE_OF_SIZE[itemsize]
     options = _options(dtype, op) if op in (*MOVING, *LOCATING) else options_for(reduction)
-    return Variant(SHARED / "accumulate.cu", "mpicomm_accumulate", options)
+    return Variant(KERNEL_DIR / "accumulate.cu", "mpicomm_accumulate", options)
 
 
 def swap_kernel(itemsize: int) -> Variant:
     """Return the kernel that compares and swaps an element of ``itemsize`` bytes, one of `SWAPPED_SIZES`."""
-    return Variant(SHARED / "accumulate.cu", "mpicomm_compare_and_swap", _options(_TYPE_OF_SIZE[itemsize], "replace"))
+    options = _options(_TYPE_OF_SIZE[itemsize], "replace")
+    return Variant(KERNEL_DIR / "accumulate.cu", "mpicomm_compare_and_swap", options)
 
 
 def _options(dtype: str, op: str) -> tuple[str, ...]:

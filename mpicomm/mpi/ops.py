@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.reductions import is_own, own_op
+from mpicomm.kernels.reductions import custom_op, is_custom
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.types import is_narrow, numpy_dtype
@@ -61,7 +61,7 @@ class Op(MPI.Op):
 
     def __new__(cls, expression: str, *, name: str = "", commute: bool = False) -> Op:
         """Return the operation of these arguments; see the class."""
-        parsed = own_op(expression)
+        parsed = custom_op(expression)
         if not isinstance(name, str):
             raise TypeError(f"name={name!r} is no text: pass a name such as 'absmax'")
         if not isinstance(commute, (bool, np.bool_)):
@@ -231,8 +231,8 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
             'pass the float32 that mpicomm.tree_sum returns, and to Allreduce also epilogue="v", which rounds once'
         )
     shown = "MPI.BYTE" if dtype == types.BYTE else str(dtype)
-    if is_own(name):
-        own_op(name).require_defined(shown)
+    if is_custom(name):
+        custom_op(name).require_defined(shown)
         return
     kind: str | None = _KINDS.get(dtype.kind)
     if dtype == types.BYTE:

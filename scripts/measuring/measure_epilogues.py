@@ -54,7 +54,11 @@ class Behind(Epilogue):
 
     def __init__(self, epilogue: Epilogue) -> None:
         self._epilogue = epilogue
-        self.facts, self.arrays, self.grows = ("behind", epilogue.facts), epilogue.arrays, epilogue.grows
+        self.constants, self.arrays, self.sized_by_result = (
+            ("behind", epilogue.constants),
+            epilogue.arrays,
+            epilogue.sized_by_result,
+        )
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
         """See `Epilogue`."""

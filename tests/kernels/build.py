@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mpicomm import environment
-from mpicomm.kernels.variant import SHARED
+from mpicomm.kernels.variant import KERNEL_DIR
 from tests.helpers.inputs.kernel_sources import HEADERS, SOURCES
 from tests.helpers.jobs.mpiexec import ROOT
 from tests.kernels.launchers import Server
@@ -46,7 +46,7 @@ _LAUNCHER = ("-std=c++17", "-Wall", "-Wextra")
 _SANITIZER = ("-fsanitize=thread",)
 _LINES = ("-g1",)  # of a race, which is no surprise in a kernel with changes
 
-_INCLUDE_DIRECTORY = SHARED / "include"
+_INCLUDE_DIRECTORY = KERNEL_DIR / "include"
 _PUBLIC = {path.name: path for path in _INCLUDE_DIRECTORY.rglob("*.cuh")}
 _OTHERS = (*(ROOT / "examples").glob("*.cu"), *Path(__file__).parent.glob("*.cu"))
 _FILES = {**HEADERS, **SOURCES, **_PUBLIC, **{path.name: path for path in _OTHERS}}

@@ -44,7 +44,7 @@ def on_rank(epilogue: Epilogue, machine: Machine, rank: int, offset: int = 0) ->
 def finished(epilogue: BoundEpilogue, values: Array) -> Array:
     two_in_byte = epilogue.result.name == "uint8"
     made = np.empty(values.size // (2 if two_in_byte else 1), epilogue.result)
-    epilogue.on_host(values, made)
+    epilogue.apply_on_host(values, made)
     return made
 
 
@@ -75,7 +75,7 @@ def run_after(
     if not in_place:
         target = machine.place(0, np.zeros(count, made), offset=offset * made.itemsize)
     finish = bound(moved, values.dtype.name, result, count, target.address)
-    launch = finish.following_kernel(source.address, machine.faults[0].failed, 2)
+    launch = finish.separate_launch(source.address, machine.faults[0].failed, 2)
     machine.enqueue(0, launch, **how)
     machine.run(limit_s=limit_s)
     return target, places

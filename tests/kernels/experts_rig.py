@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomm.experts.arrays import ExpertsConfig
 from mpicomm.experts.on_gpu import ExpertsLaunches, ExpertsMemory
-from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
+from mpicomm.kernels.team import ABSENT, ARENA_HEADER_NBYTES, LINE_NBYTES, MAX_RANKS
 from mpicomm.kernels.variant import Launch
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
 from tests.kernels.build import Builds
@@ -86,7 +86,7 @@ class ExpertsRig:
         """Let all ranks be as if launch ``number``, a dispatch, had been the last."""
         announcements, numbers = LINE_NBYTES // 8, LINE_NBYTES // 8 + 4 * MAX_RANKS
         for arena in self.arenas:
-            head = arena.bytes[:HEAD_NBYTES].view(np.uint64)
+            head = arena.bytes[:ARENA_HEADER_NBYTES].view(np.uint64)
             for rank in range(MAX_RANKS):
                 for last in (number - 1, number):
                     head[announcements + 2 * rank + last % 2] = (last & 0xFFFFFFFF) << 32

@@ -83,7 +83,7 @@ class CollectiveTemplate(CallTemplate):
         self._array, self._into = 0, ""  # the symmetric array of the last call into one, and the text of such calls
         self._unit_nbytes = form.itemsize
         self._send_nbytes, self._receive_nbytes = _element_nbytes(call)
-        self._finish = None if call.epilogue is None else call.epilogue.without_owners()
+        self._finish = None if call.epilogue is None else call.epilogue.detached()
         self._is_even, self._is_private = call.operation.is_even, form.is_private
         self._sends, self._receives = form.sends, form.receives
         self._is_followed = self._finish is not None
@@ -220,7 +220,7 @@ class FinishedTemplate(CollectiveTemplate):
         memory = zip((sent, received, *arrays), self._itemsizes, self._numbers, strict=True)
         if any_overlap([(plain[0], plain[0] + plain[1] * nbytes, number) for plain, nbytes, number in memory]):
             return False
-        if count != received[1] * finish.in_element or not finish.place(received[0], count, arrays):
+        if count != received[1] * finish.reduced_per_element or not finish.rebind(received[0], count, arrays):
             return False
         if finish.converts:
             if self._scratch.nbytes < count * self._unit_nbytes:

@@ -219,7 +219,7 @@ class Decision:
             steps.append(Copy(output, begins[-1], lengths[-1], local=True))
         if epilogue is not None and not chosen.launcher.finishes and lengths[-1]:
             failed = self.domain.team.faults.failed
-            steps.append(epilogue.following_kernel(begins[-1], failed, self.domain.multiprocessors))
+            steps.append(epilogue.separate_launch(begins[-1], failed, self.domain.multiprocessors))
         return steps
 
     def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.kernels.reductions import is_own, own_op
+from mpicomm.kernels.reductions import custom_op, is_custom
 from mpicomm.mpi.types import is_narrow
 
 _UFUNCS: dict[str, np.ufunc] = {
@@ -52,7 +52,7 @@ _BLOCK_NBYTES = 128 * 1024
 
 def _own_function(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
     """Return an operation of the user on arrays of ``dtype``, as a function with the signature of a ufunc."""
-    expression = own_op(op)
+    expression = custom_op(op)
 
     def reduce(a: npt.NDArray[Any], b: npt.NDArray[Any], out: npt.NDArray[Any] | None = None) -> Any:
         value = expression.tree.evaluate(dtype, {"a": a, "b": b})
@@ -70,7 +70,7 @@ class Reducer:
     def __init__(self, op: str, dtype: np.dtype[Any]) -> None:
         self._average, self._tree = op == "avg", op == "tree"
         self._dtype = _FLOAT32 if is_narrow(dtype) else dtype
-        self._ufunc: Callable[..., Any] = _own_function(op, self._dtype) if is_own(op) else _UFUNCS[op]
+        self._ufunc: Callable[..., Any] = _own_function(op, self._dtype) if is_custom(op) else _UFUNCS[op]
         self._narrow = is_narrow(dtype)
         self._block = max(_BLOCK_NBYTES // self._dtype.itemsize, 2)
         # Allocated at the first use, because two parts of a wide type need no scratch memory.

@@ -27,7 +27,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.devices.memory_location import has_driver
-from mpicomm.kernels.reductions import is_own
+from mpicomm.kernels.reductions import is_custom
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.spec import Shape, parts_of
@@ -93,7 +93,7 @@ def goes_to_mpi(call: Call, size: int, nodes: int, *, blocking: bool, ordered: b
         return False
     # Data that is only moved needs no MPI type: see `Call`. In a reduction MPI fixes no order for expressions of the
     # user, and rounds float16 after every step.
-    lacks = op in ("avg", "tree") or (op and is_own(op)) or dtype == np.float16 or types.mpi_datatype(dtype) is None
+    lacks = op in ("avg", "tree") or (op and is_custom(op)) or dtype == np.float16 or types.mpi_datatype(dtype) is None
     if op is not None and (ordered or lacks):
         return False
     threshold = mapped_threshold(operation, size, nodes)

@@ -19,7 +19,7 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 
 from mpicomm import environment
 from mpicomm.errors import BackendUnavailableError, KernelCompileError
-from mpicomm.kernels.variant import SHARED
+from mpicomm.kernels.variant import KERNEL_DIR
 
 _INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 _END_NBYTES = 4096
@@ -49,7 +49,7 @@ class Code:
         self._text, self._name = source.read_bytes(), source.name
         self._compute_capability = compute_capability
         self._version = _nvrtc_version()
-        directories = (SHARED, source.parent)
+        directories = (KERNEL_DIR, source.parent)
         headers = sorted(_headers(self._text, directories).items())
         build = _build(load_nvidia_dynamic_lib("nvrtc").abs_path)
         facts = self._version, build, tuple(extra_options), self._text, headers

@@ -98,7 +98,7 @@ class DomainsEngine:
         if call.epilogue is not None:
             backend, output = self._backend, buffers.receives[0]
             where = output.pointer, backend.faults.failed, backend.multiprocessors
-            steps = [call.epilogue.following_kernel(*where)] if output.count else []
+            steps = [call.epilogue.separate_launch(*where)] if output.count else []
             after = self._engine.plan(str(signature), steps, collective=False)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mpicomm
-from mpicomm.kernels.variant import SHARED
+from mpicomm.kernels.variant import KERNEL_DIR
 
 PACKAGE = Path(mpicomm.__file__).parent
 SOURCES = {path.name: path for path in sorted(PACKAGE.rglob("*.cu"))}
-HEADERS = {path.name: path for path in sorted(PACKAGE.rglob("*.cuh")) if not path.is_relative_to(SHARED / "include")}
-DIRECTORIES = sorted({SHARED, *(path.parent for path in SOURCES.values())})
+_PUBLIC = KERNEL_DIR / "include"
+HEADERS = {path.name: path for path in sorted(PACKAGE.rglob("*.cuh")) if not path.is_relative_to(_PUBLIC)}
+DIRECTORIES = sorted({KERNEL_DIR, *(path.parent for path in SOURCES.values())})
 INCLUDES = tuple(f"-I{directory}" for directory in DIRECTORIES)
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
+from mpicomm.kernels.team import ARENA_HEADER_NBYTES, LINE_NBYTES, MAX_BLOCKS
 
 _PARITIES = 2
 
 
 def begin_after(launch: int, head: npt.NDArray[np.uint8], size: int) -> None:
     """Let this launch be the last of all ``size`` ranks, which have begun and ended it, in one rank's ``head``."""
-    head[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES].view(np.uint64)[:] = launch
+    head[ARENA_HEADER_NBYTES - MAX_BLOCKS * 8 : ARENA_HEADER_NBYTES].view(np.uint64)[:] = launch
     announcements = head[LINE_NBYTES : LINE_NBYTES + size * _PARITIES * 8]
     words = announcements.view(np.uint64).reshape(size, _PARITIES)
     for begun in (max(0, launch - 1), launch):

@@ -65,7 +65,9 @@ def test_norms_are_close_to_exact_norms(
         epilogue = layer_norm(residual, weight, bias if biases[1] else None, 0.5, **more)
     else:
         epilogue = rms_norm(residual, weight, 0.5, **more)
-    epilogue.bind("Allreduce", dtype, parse(out, writable=True, name="recvbuf")).on_host(values.ravel(), out.ravel())
+    epilogue.bind("Allreduce", dtype, parse(out, writable=True, name="recvbuf")).apply_on_host(
+        values.ravel(), out.ravel()
+    )
     assert np.allclose(residual.astype(np.float64), h, rtol=EPS[name], atol=EPS[name])
     rounded = residual.astype(np.float64)  # the norm is of the stored residual
     shifted = rounded - rounded.mean(axis=1, keepdims=True) if centred else rounded

@@ -19,7 +19,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.expression import Expression, Variable, parse, undefined
 from mpicomm.expressions.functions import FUNCTIONS, OPERATORS
 from mpicomm.kernels.reductions import REDUCTIONS, cpp_name, options_for
-from mpicomm.kernels.variant import SHARED
+from mpicomm.kernels.variant import KERNEL_DIR
 from tests.helpers.references.reductions import NARROW, dtype_named, reduced, require_same, samples
 
 if shutil.which("g++") is None:
@@ -59,7 +59,7 @@ def compiled(directory: Path, *texts: str) -> ctypes.CDLL:
     source, target = directory / "functions.cpp", directory / "functions.so"
     source.write_text("\n".join(texts))
     options = ["-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    command = ["g++", *options, "-fPIC", "-shared", f"-I{SHARED}", str(source), "-o", str(target)]
+    command = ["g++", *options, "-fPIC", "-shared", f"-I{KERNEL_DIR}", str(source), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return ctypes.CDLL(str(target))
@@ -146,7 +146,7 @@ def every_function() -> list[str]:
     texts += ["not a", "a if b else 1", "where(a == b, a, b)", "a < b == True", "a * 18446744073709551615"]
     for label, function in FUNCTIONS.items():
         if label not in ROUNDED and label != "where":
-            texts.append(f"{label}({', '.join('ab'[: len(function.takes)])})")
+            texts.append(f"{label}({', '.join('ab'[: len(function.operands)])})")
     return texts
 
 
@@ -155,7 +155,7 @@ def some_expression(rng: random.Random, depth: int) -> str:
     if depth == 0 or rng.random() < 0.1:
         return rng.choice(("a", "b", "a", "b", rng.choice(LITERALS)))
     operands = [some_expression(rng, depth - 1) for _ in range(3)]
-    labels = [function.label for function in OPERATORS.values() if len(function.takes) == 2]
+    labels = [function.label for function in OPERATORS.values() if len(function.operands) == 2]
     form = rng.randrange(6)
     if form < 3:
         return f"({operands[0]} {rng.choice(labels)} {operands[1]})"

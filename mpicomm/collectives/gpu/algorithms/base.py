@@ -160,7 +160,7 @@ class Form:
         assert call.dtype is not None
         wire = None if call.wire is None else (call.wire, call.dtype)
         in_place = call.in_place and call.operation.reduces and not buffers.scratch
-        epilogue = None if call.epilogue is None else call.epilogue.without_owners()
+        epilogue = None if call.epilogue is None else call.epilogue.detached()
         # Empty arrays share address 0, but later calls of their kind have two buffers.
         others: dict[str, Any] = {"epilogue": epilogue, "wire": wire, "gaps": gaps}
         return cls._of(call.operation, buffers, call.send is None, in_place=in_place, **others)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FENCES_NBYTES, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES as PACKET_SLOT_NBYTES
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes, Team
+from mpicomm.kernels.team import ARENA_HEADER_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes, Team
 from mpicomm.sharing.segments import Mapped
 
 Range = tuple[int, int]
@@ -59,7 +59,7 @@ class ArenaLayout:
 
     def __init__(self, size: int, channels: int) -> None:
         self.size, self.channels = size, channels
-        self.arrivals = HEAD_NBYTES
+        self.arrivals = ARENA_HEADER_NBYTES
         """The words that blocks of peers write when they arrive: see direct.cu."""
         inboxes = PARITIES * STAGES * size
         self.flagged = self.arrivals + size * ARRIVALS_NBYTES

@@ -23,7 +23,7 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels nee
 
 from mpicomm.devices.cuda import compile as kernel_compile  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultPage, FaultRecord  # noqa: E402
-from mpicomm.kernels.variant import SHARED, Variant  # noqa: E402
+from mpicomm.kernels.variant import KERNEL_DIR, Variant  # noqa: E402
 from tests.helpers.fakes.fake_cuda import FakeCuda  # noqa: E402
 from tests.helpers.inputs.kernel_sources import compile_kernel  # noqa: E402
 
@@ -57,11 +57,11 @@ def source_in(directory: Path, text: str) -> Path:
 
 
 def test_a_device_newer_than_nvrtc_gets_ptx_and_an_older_one_is_named() -> None:
-    image = compile_kernel(SHARED / "signal.cu", (99, 0))
+    image = compile_kernel(KERNEL_DIR / "signal.cu", (99, 0))
     assert f".target sm_{max(SUPPORTED)}".encode() in image
     assert b"mpicomm_signal" in image
     with pytest.raises(KernelCompileError, match=r"this device has 1\.0"):
-        compile_kernel(SHARED / "signal.cu", (1, 0))
+        compile_kernel(KERNEL_DIR / "signal.cu", (1, 0))
 
 
 def test_a_broken_source_names_the_line(tmp_path: Path) -> None:
@@ -87,20 +87,20 @@ def test_the_host_reads_the_fault_record_as_the_kernels_write_it(tmp_path: Path)
 def test_a_second_call_reads_the_cache_and_another_device_is_another_entry(
     runs: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = compile_kernel(SHARED / "signal.cu", (9, 0))
+    first = compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
     assert [path.read_bytes() for path in cache.iterdir()] == [first]
-    compile_kernel(SHARED / "signal.cu", (8, 0))
+    compile_kernel(KERNEL_DIR / "signal.cu", (8, 0))
     assert runs == ["signal.cu", "signal.cu"]
     monkeypatch.delattr(nvrtc, "nvrtcCreateProgram")  # a known kernel needs no compiler
-    assert compile_kernel(SHARED / "signal.cu", (9, 0)) == first
+    assert compile_kernel(KERNEL_DIR / "signal.cu", (9, 0)) == first
 
 
 def test_only_a_changed_header_of_the_kernel_is_another_entry(
     runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    copy = Path(shutil.copytree(SHARED, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
-    compile_kernel(SHARED / "signal.cu", (9, 0))
-    monkeypatch.setattr(kernel_compile, "SHARED", copy)
+    copy = Path(shutil.copytree(KERNEL_DIR, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
+    compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
+    monkeypatch.setattr(kernel_compile, "KERNEL_DIR", copy)
     for name, number in (("experts.cuh", 1), ("memory_order.cuh", 2)):
         header = copy / name
         header.write_text(header.read_text() + "// changed\n")
@@ -112,15 +112,15 @@ def test_only_a_changed_header_of_the_kernel_is_another_entry(
 
 @pytest.mark.parametrize("upgrade", ["version", "patch"])
 def test_another_nvrtc_is_another_entry(runs: list[str], monkeypatch: pytest.MonkeyPatch, upgrade: str) -> None:
-    compile_kernel(SHARED / "signal.cu", (9, 0))
+    compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
     status, major, minor = nvrtc.nvrtcVersion()
     if upgrade == "version":
         monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (status, major, minor + 1))
     else:  # the library is another file
-        library = SimpleNamespace(abs_path=str(SHARED / "signal.cu"))
+        library = SimpleNamespace(abs_path=str(KERNEL_DIR / "signal.cu"))
         monkeypatch.setattr(kernel_compile, "load_nvidia_dynamic_lib", lambda name: library)
     for _ in range(2):
-        compile_kernel(SHARED / "signal.cu", (9, 0))
+        compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
     assert len(runs) == 2
 
 
@@ -129,7 +129,7 @@ def test_one_of_those_who_need_a_kernel_compiles_it(runs: list[str], cache: Path
 
     def compiled(_: int) -> bytes:
         together.wait()
-        return compile_kernel(SHARED / "signal.cu", (9, 0))
+        return compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
 
     with ThreadPoolExecutor(3) as pool:
         images = list(pool.map(compiled, range(3)))
@@ -165,7 +165,7 @@ time.sleep(60)
 def test_a_process_that_ends_while_it_compiles_holds_nobody_up(
     runs: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    image = compile_kernel(SHARED / "signal.cu", (9, 0))
+    image = compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
     (kept,) = cache.iterdir()
     kept.unlink()
     monkeypatch.setattr(kernel_compile, "_LONGEST_WAIT_S", 60.0 if end == "dies" else 0.5)
@@ -174,7 +174,7 @@ def test_a_process_that_ends_while_it_compiles_holds_nobody_up(
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
         if end == "dies":
             threading.Timer(0.2, other.kill).start()
-        assert compile_kernel(SHARED / "signal.cu", (9, 0)) == image
+        assert compile_kernel(KERNEL_DIR / "signal.cu", (9, 0)) == image
         other.kill()
     assert len(runs) == 2
     assert kept.read_bytes() == image
@@ -201,7 +201,7 @@ def join_helpers() -> None:
 
 
 def variant(name: str) -> Variant:
-    return Variant(SHARED / f"{name}.cu", name, ())
+    return Variant(KERNEL_DIR / f"{name}.cu", name, ())
 
 
 @pytest.mark.parametrize("cores", [1, 3])
@@ -236,7 +236,7 @@ def test_the_compiler_starts_early_only_if_it_will_be_needed(
 
     monkeypatch.setattr(compiler, "_run_nvrtc", run_nvrtc)
     if kept:
-        compile_kernel(SHARED / "signal.cu", (9, 0))
+        compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
     load.kernels_of(DeviceInfo(0, "a GPU", b"0" * 16, "", -1, (9, 0)))
     join_helpers()
     assert compiled == ["signal.cu" if kept else "nothing.cu"]
@@ -248,7 +248,7 @@ from types import SimpleNamespace
 sys.modules["cupy"] = sys.modules["cupy.cuda"] = SimpleNamespace(driver=None)
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda import compile, load
-from mpicomm.kernels.variant import SHARED, Variant
+from mpicomm.kernels.variant import KERNEL_DIR, Variant
 
 begun = threading.Semaphore(0)
 
@@ -262,8 +262,8 @@ def run_nvrtc(text, name, options):
 compile._run_nvrtc, load.call = run_nvrtc, lambda *arguments: 0
 os.sched_getaffinity = lambda pid: {0, 1, 2}
 kernels = load.KernelCache(DeviceInfo(0, "a GPU", bytes(16), "", -1, (9, 0)))
-kernels.expect(Variant(SHARED / f"{name}.cu", name, ()) for name in ("combine", "epilogue", "norm", "pack"))
-kernels.load(Variant(SHARED / "signal.cu", "signal", ()))
+kernels.expect(Variant(KERNEL_DIR / f"{name}.cu", name, ()) for name in ("combine", "epilogue", "norm", "pack"))
+kernels.load(Variant(KERNEL_DIR / "signal.cu", "signal", ()))
 for _ in range(3):
     begun.acquire()
 """
@@ -277,7 +277,7 @@ def test_a_program_ends_after_the_kernels_that_threads_compile_then(cache: Path)
 def test_a_cache_that_cannot_be_written_is_done_without(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.NamedTemporaryFile() as file:
         monkeypatch.setenv("XDG_CACHE_HOME", file.name)
-        assert compile_kernel(SHARED / "signal.cu", (9, 0)) == compile_kernel(SHARED / "signal.cu", (9, 0))
+        assert compile_kernel(KERNEL_DIR / "signal.cu", (9, 0)) == compile_kernel(KERNEL_DIR / "signal.cu", (9, 0))
     assert len(runs) == 2
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, Numbers
 from mpicomm.collectives.gpu.algorithms.copies import schedule
-from mpicomm.collectives.gpu.algorithms.copies.schedule import has_rows, match
+from mpicomm.collectives.gpu.algorithms.copies.schedule import fits_copy_engines, in_few_copies
 from mpicomm.collectives.gpu.algorithms.direct.plan import barrier
 from mpicomm.collectives.gpu.algorithms.memory import Domain, Request, launch_tag
 from mpicomm.collectives.patterns import Buffers
@@ -75,7 +75,8 @@ class CopyLauncher(FormLauncher):
         if any(form.gaps) and form.operation.copies == "one_shot":
             once = form.one_shot
             sends, receives = self._gaps = [*map(form.gaps_of, once.sends)], [*map(form.gaps_of, once.receives)]
-            self.moves_gaps = all(map(has_rows, form.gaps)) and match(sends[form.rank], receives[form.rank])
+            own = sends[form.rank], receives[form.rank]
+            self.moves_gaps = all(map(fits_copy_engines, form.gaps)) and in_few_copies(*own)
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         blocks = self._form.sends + self._form.receives
@@ -94,14 +95,16 @@ class CopyLauncher(FormLauncher):
         rank, reduces = self._domain.rank, self._form.operation.reduces
         exchange, following, parts, contributions_nbytes, nbytes = self._plan(buffers, staged=memory is None)
         pointers = self._domain.arena.region(_request(nbytes)).pointers if nbytes else ()
-        landing: schedule.Landing
+        destination: schedule.Destination
         if memory is not None:
-            landing = schedule.InOutput(rank, memory)
+            destination = schedule.OutputDestination(rank, memory)
         else:
-            landing = schedule.InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts)
+            results = [pointer + contributions_nbytes for pointer in pointers]
+            destination = schedule.StagingDestination(rank, results, parts)
         if following is None or not reduces:
-            return schedule.movement(rank, exchange, parts, landing, following, self._gaps)
-        return schedule.allreduce(rank, exchange, following, parts, schedule.InStaging(rank, pointers, parts), landing)
+            return schedule.movement(rank, exchange, parts, destination, following, self._gaps)
+        contributions = schedule.StagingDestination(rank, pointers, parts)
+        return schedule.allreduce(rank, exchange, following, parts, contributions, destination)
 
     def _plan(self, buffers: Buffers, *, staged: bool) -> tuple[Exchange, Exchange | None, schedule.Parts, int, int]:
         """Return the exchange of a call, the exchange in which ranks send on its data, and the parts of both.
@@ -123,7 +126,7 @@ class CopyLauncher(FormLauncher):
         then: Then = "nothing" if following is None else "gather" if reduces else "relay"
         most = domain.most_staged_nbytes
         parts = parts_of(longest_nbytes, domain.size, most, reduces=reduces, then=then, staged=staged)
-        all_rooms = (domain.size - 1) * parts.room_nbytes
+        all_rooms = (domain.size - 1) * parts.peer_nbytes
         contributions_nbytes = (then == "gather") * all_rooms
         return exchange, following, parts, contributions_nbytes, contributions_nbytes + staged * all_rooms
 

@@ -2,8 +2,8 @@
 
 A copy engine carries the blocks of a call as rows of bytes that lie equally far apart, in one copy.
 
-Data lands in symmetric output at once, or in staging memory, which is unloaded later. Every barrier, fork and join
-guards memory that two ranks use. The comments name the memory.
+Data lands in symmetric output at once, or in staging memory, from where its rank copies it to the output later. Every
+barrier, fork and join guards memory that two ranks use. The comments name the memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
         return self if nbytes == self.nbytes else Rows(self.place, nbytes, self.nbytes // nbytes, nbytes)
 
 
-def has_rows(gaps: Gaps | None) -> bool:
+def fits_copy_engines(gaps: Gaps | None) -> bool:
     """Return whether copy engines carry a block with these gaps as fast as one without."""
     if gaps is None:
         return True
@@ -69,7 +69,7 @@ def has_rows(gaps: Gaps | None) -> bool:
     return fits and number <= _MOST_ROWS and gaps.grain == PACKET_NBYTES
 
 
-def match(gaps: Gaps | None, others: Gaps | None) -> bool:
+def in_few_copies(gaps: Gaps | None, others: Gaps | None) -> bool:
     """Return whether a block with these gaps goes to a place with others in few copies, and not in one for each row."""
     rows = [region.run_nbytes for each in (gaps, others) if each for region in each.regions]
     return gaps is None or others is None or len({*rows}) == 1
@@ -151,7 +151,7 @@ class Parts:
         return aligned(max(end - begin for begin, end in itertools.pairwise(self.bounds)))
 
     @cached_property
-    def room_nbytes(self) -> int:
+    def peer_nbytes(self) -> int:
         """The staging memory for one peer: as large as the message, or `REGIONS` regions that parts reuse."""
         return min(aligned(self.bounds[-1]), REGIONS * self.largest_nbytes)
 
@@ -164,7 +164,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class InOutput:
+class OutputDestination:
     """The output of all ranks, which is symmetric memory: data lands where it belongs."""
 
     rank: int
@@ -177,7 +177,7 @@ class InOutput:
         assert span is not None
         return pointers[peer] + span.pointer - pointers[self.rank] + begin
 
-    def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+    def received_at(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
         """Return the address at which a part from ``peer`` has landed on this rank."""
         received = exchange.receives[peer]
         assert received is not None
@@ -185,8 +185,8 @@ class InOutput:
 
 
 @dataclass(frozen=True)
-class InStaging:
-    """Staging memory, with the methods of `InOutput`. Every rank has a part of this memory for each peer.
+class StagingDestination:
+    """Staging memory, with the methods of `OutputDestination`. Every rank has a part of this memory for each peer.
 
     ``pointers`` has the address of each rank's staging memory.
     """
@@ -198,18 +198,18 @@ class InStaging:
     def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
         return self._place(self.rank, peer, part)
 
-    def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+    def received_at(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
         return self._place(peer, self.rank, part)
 
     def _place(self, source: int, owner: int, part: int) -> int:
         size, parts = len(self.pointers), self.parts
         room = (source - owner - 1) % size
-        whole = parts.bounds[-1] <= parts.room_nbytes
+        whole = parts.bounds[-1] <= parts.peer_nbytes
         offset = parts.bounds[part] if whole else part % REGIONS * parts.largest_nbytes
-        return self.pointers[owner] + room * parts.room_nbytes + offset
+        return self.pointers[owner] + room * parts.peer_nbytes + offset
 
 
-Landing = InOutput | InStaging
+Destination = OutputDestination | StagingDestination
 
 
 def aligned(nbytes: int) -> int:
@@ -249,7 +249,7 @@ def movement(
     rank: int,
     exchange: Exchange,
     parts: Parts,
-    landing: Landing,
+    destination: Destination,
     relay: Exchange | None = None,
     gaps: tuple[GapsByPeer, GapsByPeer] | None = None,
 ) -> list[Action]:
@@ -265,7 +265,7 @@ def movement(
     # The barrier: before it, an earlier kernel or call of a peer may still read the memory that these copies overwrite.
     # This is the peer's output or its staging memory. The fork: no copy overtakes the barrier, which is on another
     # stream.
-    actions: list[Action] = [Barrier(), Fork(), *_copies(rank, exchange, 0, parts, landing, of_sends)]
+    actions: list[Action] = [Barrier(), Fork(), *_copies(rank, exchange, 0, parts, destination, of_sends)]
     if send is not None and receive is not None and send.count and send.pointer != receive.pointer:
         nbytes = send.count * exchange.dtype.itemsize
         places = rows_of(receive.pointer, nbytes, of_receives[rank]), rows_of(send.pointer, nbytes, of_sends[rank])
@@ -274,7 +274,7 @@ def movement(
         # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copies are
         # over, and its peers would read data that has not come. After the barrier this part has come, and also the
         # previous part that ranks sent on. The copies of the next part follow the join, so they run meanwhile.
-        actions += [Join(), *_copies(rank, exchange, turn + 1, parts, landing, of_sends), Barrier()]
+        actions += [Join(), *_copies(rank, exchange, turn + 1, parts, destination, of_sends), Barrier()]
         if turn + 1 < turns:
             # The fork makes two kinds of copies wait for this barrier. A copy that sends data on must not read the data
             # earlier. The copy of part turn + 2 overwrites the region of part turn - 1. All ranks have left that region
@@ -282,16 +282,21 @@ def movement(
             # end with a forked stream.
             actions.append(Fork())
             if relay is not None:
-                actions += _copies(rank, relay, turn, parts, landing, received=exchange)
-        actions += _unloading(rank, exchange, turn, parts, landing, of_receives)
-        actions += _reducing(rank, exchange, turn, parts, landing, _MOST_REDUCING_BLOCKS)
+                actions += _copies(rank, relay, turn, parts, destination, received=exchange)
+        actions += _copies_out(rank, exchange, turn, parts, destination, of_receives)
+        actions += _reductions(rank, exchange, turn, parts, destination, _MOST_REDUCING_BLOCKS)
         if relay is not None:
-            actions += _unloading(rank, relay, turn - 1, parts, landing)
+            actions += _copies_out(rank, relay, turn - 1, parts, destination)
     return actions
 
 
 def allreduce(
-    rank: int, scattered: Exchange, gathered: Exchange, parts: Parts, contributions: InStaging, results: Landing
+    rank: int,
+    scattered: Exchange,
+    gathered: Exchange,
+    parts: Parts,
+    contributions: StagingDestination,
+    results: Destination,
 ) -> list[Action]:
     """Return the actions of a rank in the two exchanges of a two-shot all-reduce.
 
@@ -304,8 +309,8 @@ def allreduce(
         # The barrier pairs with the last join of every rank. After it, the contributions to part turn and the results
         # of part turn - 2 have come, and ranks may read them. In place, results overwrite a rank's input only after
         # this barrier, because the copies out of that input are over then.
-        actions += [Barrier(), *_reducing(rank, scattered, turn, parts, contributions, _REDUCING_BLOCKS)]
-        actions += _unloading(rank, gathered, turn - 2, parts, results)
+        actions += [Barrier(), *_reductions(rank, scattered, turn, parts, contributions, _REDUCING_BLOCKS)]
+        actions += _copies_out(rank, gathered, turn - 2, parts, results)
         actions += _copies(rank, scattered, turn + 1, parts, contributions)
         if turn <= parts.number:
             # The join comes before the next barrier, which says that these contributions and the previous part's
@@ -323,7 +328,7 @@ def _copies(
     exchange: Exchange,
     part: int,
     parts: Parts,
-    landing: Landing,
+    destination: Destination,
     gaps: GapsByPeer = (),
     *,
     received: Exchange | None = None,
@@ -337,26 +342,26 @@ def _copies(
         if send is not None and nbytes:
             sources = cut(rows_of(send.pointer, send.count * itemsize, gaps[peer] if gaps else None), begin, nbytes)
             if received is not None:
-                sources = rows_of(landing.landed(received, received.receives.index(send), part, begin), nbytes)
-            yield from copies_of(rows_of(landing.target(exchange, peer, part, begin), nbytes), sources)
+                sources = rows_of(destination.received_at(received, received.receives.index(send), part, begin), nbytes)
+            yield from copies_of(rows_of(destination.target(exchange, peer, part, begin), nbytes), sources)
 
 
-def _unloading(
-    rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing, gaps: GapsByPeer = ()
+def _copies_out(
+    rank: int, exchange: Exchange, part: int, parts: Parts, destination: Destination, gaps: GapsByPeer = ()
 ) -> Iterator[Copy]:
     """Yield the copies of a part from where it has landed to where it belongs, if the two places differ."""
     itemsize = exchange.dtype.itemsize
     for peer, receive in enumerate(exchange.receives):
         if receive is not None and peer != rank:
             begin, nbytes = parts.cut(receive, part, itemsize)
-            landed = landing.landed(exchange, peer, part, begin)
+            landed = destination.received_at(exchange, peer, part, begin)
             if nbytes and landed != receive.pointer + begin:
                 places = rows_of(receive.pointer, receive.count * itemsize, gaps[peer] if gaps else None)
                 yield from copies_of(cut(places, begin, nbytes), rows_of(landed, nbytes), local=True)
 
 
-def _reducing(
-    rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing, most_blocks: int
+def _reductions(
+    rank: int, exchange: Exchange, part: int, parts: Parts, destination: Destination, most_blocks: int
 ) -> Iterator[Reduce]:
     """Yield this rank's reduction of a part, if it reduces."""
     reduction = exchange.reduction
@@ -364,7 +369,7 @@ def _reducing(
     if reduction is not None and nbytes:
         assert reduction.own is not None
         sources = tuple(
-            reduction.own.pointer + begin if source == rank else landing.landed(exchange, source, part, begin)
+            reduction.own.pointer + begin if source == rank else destination.received_at(exchange, source, part, begin)
             for source in reduction.sources
         )
         yield Reduce(sources, reduction.output.pointer + begin, nbytes, most_blocks)

@@ -21,7 +21,7 @@ from mpicomm.collectives.gpu.algorithms.base import Copy, Form
 from mpicomm.collectives.gpu.algorithms.copies import plan as copy_plan
 from mpicomm.collectives.gpu.algorithms.copies import schedule
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher, Then, parts_of
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, InOutput, Parts, Reduce, movement
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, OutputDestination, Parts, Reduce, movement
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, Domain
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.packed import Gaps, Strides
@@ -240,8 +240,8 @@ def test_each_rank_writes_to_one_at_a_time_and_each_to_another() -> None:
     for rank in range(size):
         blocks = patterns.blocks(base(rank, OUTPUT), [count] * size, [index * count for index in range(size)], 4)
         (exchange,) = patterns.allgather(rank, size, FLOAT32, Span(base(rank, INPUT), count), blocks)
-        landing = InOutput(rank, Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))))
-        actions = movement(rank, exchange, Parts.equal(4 * count, 1), landing)
+        destination = OutputDestination(rank, Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))))
+        actions = movement(rank, exchange, Parts.equal(4 * count, 1), destination)
         copies = [action for action in actions if isinstance(action, Copy)]
         targets.append([copy.target // RANK_NBYTES for copy in copies])
     for turn in zip(*targets, strict=True):
@@ -260,7 +260,7 @@ def test_staging_memory_is_bounded(longest_nbytes: int, size: int, then: Then, s
         parts = parts_of(longest_nbytes, size, most, reduces=reduces, then=then, staged=staged)
         assert list(parts.bounds) == sorted(set(parts.bounds))
         assert (parts.bounds[0], parts.bounds[-1]) == (0, longest_nbytes)
-        assert ((then == "gather") + staged) * (size - 1) * parts.room_nbytes <= most
+        assert ((then == "gather") + staged) * (size - 1) * parts.peer_nbytes <= most
         if then == "nothing" and not staged:
             assert parts.number == 1  # the copies are fastest in it
         if reduces and longest_nbytes > 1024:
