@@ -57,7 +57,7 @@ class ExpertsMemory:
             ("routes", packets * PACKET_NBYTES),
             ("row_flags", recv_slots * row_parts * _WORD_NBYTES),
             ("sum_flags", recv_slots * sum_parts * _WORD_NBYTES),
-            ("counted", (MAX_BLOCKS + 3) * _WORD_NBYTES),
+            ("histogram_flags", (MAX_BLOCKS + 3) * _WORD_NBYTES),
             ("histograms", MAX_BLOCKS * (config.num_experts + config.size) * 4),
             ("values", config.recv_slots * config.top_k * 4),
             ("rows", recv_slots * config.row_nbytes),
@@ -86,7 +86,7 @@ class ExpertsMemory:
             recv_slots=config.recv_slots,
             top_k=config.top_k,
         )
-        arguments.firsts[: config.size + 1] = config.firsts
+        arguments.first_experts[: config.size + 1] = config.firsts
         return arguments
 
 

@@ -13,7 +13,7 @@
 //     sum flags    of each peer: a word for each part of each token of this rank
 //     sums         of each peer: its sums for the tokens of this rank
 //     values       a number for each slot of each token of this rank, from the rank of its expert
-//     counted      of each receiver block: a flag for its histogram; then the count of renewals, and the
+//     histogram flags  of each receiver block: a flag for its histogram; then the count of renewals, and the
 //                  tickets of even and of odd launches
 //     histograms   of each receiver block: its pairs of each expert, and its rows on each rank
 //
@@ -74,7 +74,7 @@ struct Experts {
   u64 sum_flags;
   u64 sums;
   u64 values;
-  u64 counted;
+  u64 histogram_flags;
   u64 histograms;
   u64 row_nbytes;   // of a dispatch or of a combine, whole packets, as `part_nbytes`
   u64 part_nbytes;  // at most kPartPackets * kWarpNbytes
@@ -85,21 +85,21 @@ struct Experts {
   u32 top_k;
   u32 senders;  // the first blocks of a launch; the others are receivers
   u32 unused;
-  u32 firsts[kMaxRanks + 1];  // the first expert of each rank, then the number of experts
+  u32 first_experts[kMaxRanks + 1];  // the first expert of each rank, then the number of experts
 };
 
 enum Kind : u32 { kDispatches = 0, kCombines = 1 };
 
-// A launch, and whether the launch before was of the same kind.
-struct Turn {
+// The number of a launch, and whether the launch before was of the same kind.
+struct Launch {
   u64 number;
-  bool again;
+  bool same_kind;
 
   MPICOMM_DEVICE u32 parity() const { return number & 1; }
 };
 
 // Returns this launch. The count of a block is {number of the last launch, its kind:1}.
-MPICOMM_DEVICE Turn turn_of(const Team& team, Kind kind) {
+MPICOMM_DEVICE Launch this_launch(const Team& team, Kind kind) {
   const u64 last = launches_of(team)[blockIdx.x];
   const u64 number = (last >> 1) + 1;
   return {number, (last & 1) == kind};
@@ -112,14 +112,14 @@ MPICOMM_DEVICE u64 quotient(u64 number, u32 divisor) {
 }
 
 // The receive slot of a token of a rank with `tokens` tokens.
-MPICOMM_DEVICE u32 recv_slot_of(const Experts& x, const Turn& turn, u32 tokens, u32 token) {
-  return token + x.few_tokens * (tokens <= x.few_tokens ? turn.parity() : 2);
+MPICOMM_DEVICE u32 recv_slot_of(const Experts& x, const Launch& launch, u32 tokens, u32 token) {
+  return token + x.few_tokens * (tokens <= x.few_tokens ? launch.parity() : 2);
 }
 
 // The launch that a peer must have begun before this rank stores into the receive slots of a rank with `tokens`
 // tokens there.
-MPICOMM_DEVICE u64 awaited(const Experts& x, const Turn& turn, u32 tokens) {
-  return turn.again && tokens > x.few_tokens ? turn.number : turn.number - 1;
+MPICOMM_DEVICE u64 awaited(const Experts& x, const Launch& launch, u32 tokens) {
+  return launch.same_kind && tokens > x.few_tokens ? launch.number : launch.number - 1;
 }
 
 // The number of the part of `peer` in the arena of `owner`. The owner itself comes last, because
@@ -153,7 +153,7 @@ MPICOMM_DEVICE u8* row_in(const Experts& x, u64 rows, u32 owner, u32 peer, u32 r
 
 // The number of packets that earlier dispatches have renewed.
 MPICOMM_DEVICE u64* renewals_of(const Experts& x) {
-  return reinterpret_cast<u64*>(x.team.arenas[x.team.rank] + x.counted) + kMaxBlocks;
+  return reinterpret_cast<u64*>(x.team.arenas[x.team.rank] + x.histogram_flags) + kMaxBlocks;
 }
 
 // The tickets of a launch: the numbers of runs that sender warps have taken after their first runs, and of parts
@@ -163,13 +163,13 @@ MPICOMM_DEVICE u32* tickets(const Experts& x, u32 parity, Ticket of) {
   return reinterpret_cast<u32*>(renewals_of(x) + 1) + 2 * parity + of;
 }
 
-MPICOMM_DEVICE u32 num_experts(const Experts& x) { return x.firsts[x.team.size]; }
+MPICOMM_DEVICE u32 num_experts(const Experts& x) { return x.first_experts[x.team.size]; }
 
 // The rank of an expert. Ranks without experts have the same first expert as the next rank.
 MPICOMM_DEVICE u32 rank_of(const Experts& x, u32 expert) {
   u32 rank = 0;
 #pragma unroll 1
-  for (u32 next = 1; next < x.team.size; ++next) rank += expert >= x.firsts[next];
+  for (u32 next = 1; next < x.team.size; ++next) rank += expert >= x.first_experts[next];
   return rank;
 }
 
@@ -209,7 +209,7 @@ struct Packets {
 
 // The rank that is to blame if `peer` does not send; `peer` may be this rank. A rank that has announced
 // the launch may wait for a rank that has not, so that rank is to blame.
-MPICOMM_DEVICE_CALL u32 blamed(const Team& team, u32 peer, u32 launch) {
+MPICOMM_DEVICE_CALL u32 rank_to_blame(const Team& team, u32 peer, u32 launch) {
   if (peer != team.rank && check_announcement(team, peer, launch) == kAbsent) return peer;
   for (u32 rank = 0; rank < team.size; ++rank) {
     if (rank != team.rank && check_announcement(team, rank, launch) == kAbsent) return rank;
@@ -232,7 +232,7 @@ struct PeerWatch {
   MPICOMM_DEVICE_CALL bool leaves() {
     const u32 launch = static_cast<u32>(watch.sequence);
     if (is_aborted(team) || load_relaxed(team.faults.failed) != kClear) return true;
-    watch.peer = team.user_ranks[blamed(team, peer, launch)];
+    watch.peer = team.user_ranks[rank_to_blame(team, peer, launch)];
     if (peer == team.rank || check_announcement(team, peer, launch) != kDifferent) return false;
     return !report_mismatch(team, peer, launch);
   }
@@ -259,7 +259,7 @@ MPICOMM_DEVICE bool await_block(const Experts& x, u64 number, Reached reached) {
 // Begins a launch on all threads of a block: announces the launch, and counts it. Meanwhile a thread for each
 // peer calls `wait` with the peer. If the result is false, all threads must leave.
 template <class Wait>
-MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn, Wait wait) {
+MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Launch& launch, Wait wait) {
   const Team& team = x.team;
   const u32 thread = threadIdx.x;
   bool ok = true;
@@ -276,49 +276,49 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn, 
   // Pairs with the acquire in `await_begun`.
   // A receiver announces, because a release takes long, and a sender has routes to send.
   if (blockIdx.x == gridDim.x - 1 && thread < team.size && thread != team.rank) {
-    announce_all_before(team, thread, static_cast<u32>(turn.number));
+    announce_all_before(team, thread, static_cast<u32>(launch.number));
   }
-  count_launch(team, turn.number << 1 | kind, thread, blockDim.x);
+  count_launch(team, launch.number << 1 | kind, thread, blockDim.x);
   // The launch before this one, which counted there, is over on this rank.
-  if (blockIdx.x == 0 && thread < 2) *tickets(x, 1 - turn.parity(), static_cast<Ticket>(thread)) = 0;
+  if (blockIdx.x == 0 && thread < 2) *tickets(x, 1 - launch.parity(), static_cast<Ticket>(thread)) = 0;
   return true;
 }
 
 // Waits until `peer` has begun launch `begun`, which lets this rank store into the receive slots of its memory. If the
 // result is false, the kernel must leave.
-MPICOMM_DEVICE bool await_begun(const Experts& x, u32 operation, const Turn& turn, u32 peer, u64 begun) {
+MPICOMM_DEVICE bool await_begun(const Experts& x, u32 operation, const Launch& launch, u32 peer, u64 begun) {
   const auto reached = [&] {
     // Pairs with the release in `begin_launch` of the peer. Without the acquire the stores of this
     // launch could overtake it, and overwrite data that the peer still reads.
     const u32 last = acquire_announcements(x.team, peer).last_launch();
     return static_cast<i32>(last - static_cast<u32>(begun)) >= 0;
   };
-  return await_peer(x, operation, turn.number, peer, reached);
+  return await_peer(x, operation, launch.number, peer, reached);
 }
 
-MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) {
-  return begin_launch(x, kind, turn, [](u32) { return true; });
+MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Launch& launch) {
+  return begin_launch(x, kind, launch, [](u32) { return true; });
 }
 
 // Waits on all threads of a sender block until all peers let this launch store into their memory: into
 // receive slots of a rank with `tokens_at(peer)` tokens. If the result is false, all threads must leave.
 template <class TokensAt>
-MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn& turn, TokensAt tokens_at) {
+MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Launch& launch, TokensAt tokens_at) {
   const u32 peer = threadIdx.x;
   bool ok = true;
   if (peer < x.team.size && peer != x.team.rank) {
-    ok = await_begun(x, operation, turn, peer, awaited(x, turn, tokens_at(peer)));
+    ok = await_begun(x, operation, launch, peer, awaited(x, launch, tokens_at(peer)));
   }
   // Orders the stores of all threads of the block after the acquires.
   return __syncthreads_and(ok);
 }
 
 // Whether `peer` has published a part. __syncwarp follows.
-MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Turn& turn, u32 peer, u32 recv_slot, u32 part) {
+MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Launch& launch, u32 peer, u32 recv_slot, u32 part) {
   // Pairs with the releases in `Unpublished`. A plain load could see the flag while later loads see
   // the row of an earlier launch. The flag is equal: the peer stores a later number into this receive slot only
   // after this launch has ended here.
-  return load_acquire(flag_in(x, flags, x.team.rank, peer, recv_slot, part)) == turn.number;
+  return load_acquire(flag_in(x, flags, x.team.rank, peer, recv_slot, part)) == launch.number;
 }
 
 // Waits until `has_arrived` returns true on a lane that is pending, and returns the set of these lanes. At least

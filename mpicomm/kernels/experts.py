@@ -35,9 +35,9 @@ class ExpertsArguments(ctypes.Structure):
     _fields_ = [
         ("team", Team),
         *u64("routes", "row_flags", "rows", "sum_flags", "sums"),
-        *u64("values", "counted", "histograms", "row_nbytes", "part_nbytes"),
+        *u64("values", "histogram_flags", "histograms", "row_nbytes", "part_nbytes"),
         *u32("parts", "max_tokens", "few_tokens", "recv_slots", "top_k", "senders", "unused"),
-        ("firsts", ctypes.c_uint32 * (MAX_RANKS + 1)),
+        ("first_experts", ctypes.c_uint32 * (MAX_RANKS + 1)),
     ]
 
 

@@ -47,13 +47,13 @@ struct alignas(kElements * sizeof(Result) < 16 ? kElements * sizeof(Result) : 16
 };
 
 // The rows of a token of `source` on this rank, one on each lane.
-struct Placed {
+struct LocalRows {
   const u8* row = nullptr;
   float weight = 1;
   i32 value = -1;  // the number of the value of this lane's pair in `values`, or -1
   u32 lanes;  // the set of lanes that have a row
 
-  MPICOMM_DEVICE Placed(const Combine& x, u32 source, u32 token, u32 lane) {
+  MPICOMM_DEVICE LocalRows(const Combine& x, u32 source, u32 token, u32 lane) {
     const u32 top_k = x.experts.top_k;
     const u64 number = static_cast<u64>(source) * x.experts.max_tokens + token;
     i64 at = -1;
@@ -86,7 +86,7 @@ struct Sums {
 
 // Adds the rows of a token in their order, and rounds, for packets `first` to `first` + kAtOnce of a
 // part. All lanes of the warp call it.
-MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) {
+MPICOMM_DEVICE Sums sum_rows(const LocalRows& local, const Part& part, u32 first) {
   constexpr u32 kRows = 4;  // the loads of so many rows are in flight together
   float sums[kAtOnce][kElements];
 #pragma unroll
@@ -94,14 +94,14 @@ MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) 
 #pragma unroll
     for (u32 e = 0; e < kElements; ++e) sums[i][e] = 0;
   }
-  for (u32 left = placed.lanes; left != 0;) {
+  for (u32 left = local.lanes; left != 0;) {
     Packet packets[kRows][kAtOnce];
     const u32 lanes = left;
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row) {
       // The first lane stands for a row that is not there. Its packets are not added.
       const u32 lane = left != 0 ? __ffs(left) - 1 : 0;
-      const u8* const from = reinterpret_cast<const u8*>(__shfl_sync(kWarp, reinterpret_cast<u64>(placed.row), lane));
+      const u8* const from = reinterpret_cast<const u8*>(__shfl_sync(kWarp, reinterpret_cast<u64>(local.row), lane));
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
         if (left != 0 && part.has(first + i)) packets[row][i] = load_aligned(from + part.at(first + i));
@@ -112,7 +112,7 @@ MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) 
     u32 taken = lanes;
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row) {
-      const float factor = __shfl_sync(kWarp, placed.weight, taken != 0 ? __ffs(taken) - 1 : 0);
+      const float factor = __shfl_sync(kWarp, local.weight, taken != 0 ? __ffs(taken) - 1 : 0);
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
         if (taken != 0 && part.has(first + i)) add(sums[i], packets[row][i], factor);
@@ -144,14 +144,14 @@ struct OwnSum {
   Packets row;
 
   // All lanes of the warp call it.
-  MPICOMM_DEVICE void take(const Placed& placed, const Part& part, Shared& shared) {
+  MPICOMM_DEVICE void take(const LocalRows& local, const Part& part, Shared& shared) {
     if constexpr (kByToken) {
-      const u64 from = __shfl_sync(kWarp, reinterpret_cast<u64>(placed.row), 0);
+      const u64 from = __shfl_sync(kWarp, reinterpret_cast<u64>(local.row), 0);
       if (from != 0) row.load([&](u64 at) { return reinterpret_cast<const u8*>(from) + at; }, part);
     } else {
 #pragma unroll 1
       for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
-        const Sums sums = sum_rows(placed, part, first);
+        const Sums sums = sum_rows(local, part, first);
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) shared.of[first + i][threadIdx.x] = sums.of[i];
       }
@@ -172,11 +172,11 @@ struct PeerSum {
   u32 token;
   u32 part;
   bool is_here;
-  i32 value;  // as in Placed
+  i32 value;  // as in LocalRows
   OwnSum sum;
 };
 
-MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared) {
+MPICOMM_DEVICE void push_sums(const Combine& x, const Launch& launch, Shared& shared) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
@@ -195,15 +195,15 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
     own.part = static_cast<u32>(of_peers - static_cast<u64>(own.token) * experts.parts);
     own.is_here = false;
     if (own.token >= x.tokens[own.source]) return own;
-    const Placed placed(x, own.source, own.token, lane);
-    own.is_here = placed.lanes != 0;
-    own.value = placed.value;
-    if (own.is_here) own.sum.take(placed, Part(experts, own.part, lane), shared);
+    const LocalRows local(x, own.source, own.token, lane);
+    own.is_here = local.lanes != 0;
+    own.value = local.value;
+    if (own.is_here) own.sum.take(local, Part(experts, own.part, lane), shared);
     return own;
   };
   const auto store = [&](const PeerSum& own, u32 number, Unpublished& unpublished) {
     if (!own.is_here) return;
-    const u32 recv_slot = recv_slot_of(experts, turn, x.tokens[own.source], own.token);
+    const u32 recv_slot = recv_slot_of(experts, launch, x.tokens[own.source], own.token);
     u8* const target = row_in(experts, experts.sums, own.source, team.rank, recv_slot);
     const Part range(experts, own.part, lane);
     if constexpr (kInPackets) {
@@ -214,10 +214,11 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
     // The flag of the first part publishes the values, too.
     if (own.part == 0 && own.value >= 0) values_in(experts, own.source, recv_slot)[lane] = x.values[own.value];
     if (!has_flag(x, own.part)) return;
-    unpublished.note(experts, experts.sum_flags, number, 1u << own.source, recv_slot, own.part, lane);
+    unpublished.add(experts, experts.sum_flags, number, 1u << own.source, recv_slot, own.part, lane);
   };
-  const auto ready = [&] { return peers_are_ready(experts, kCombine, turn, [&](u32 peer) { return x.tokens[peer]; }); };
-  each_run<false>(experts, turn, units, kByToken, prepare, ready, store);
+  const auto tokens_at = [&](u32 peer) { return x.tokens[peer]; };
+  const auto ready = [&] { return peers_are_ready(experts, kCombine, launch, tokens_at); };
+  each_run<false>(experts, launch, units, kByToken, prepare, ready, store);
 }
 
 // A part of a token of this rank. This rank adds its rows while the sums of the others are on their way.
@@ -225,30 +226,31 @@ struct OwnPart {
   u32 token;
   u32 part;
   Targets targets;
-  i32 value;  // as in Placed
+  i32 value;  // as in LocalRows
   OwnSum sum;
 
   MPICOMM_DEVICE OwnPart(const Combine& x, u64 unit, u32 lane, Shared& shared) {
     const Experts& experts = x.experts;
     token = static_cast<u32>(quotient(unit, experts.parts));
     part = static_cast<u32>(unit - static_cast<u64>(token) * experts.parts);
-    const Placed placed(x, experts.team.rank, token, lane);
-    value = placed.value;
-    sum.take(placed, Part(experts, part, lane), shared);
+    const LocalRows local(x, experts.team.rank, token, lane);
+    value = local.value;
+    sum.take(local, Part(experts, part, lane), shared);
     targets = x.targets[token];
   }
 };
 
-MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPart& own, u32 lane, const Shared& shared) {
+MPICOMM_DEVICE bool finish_part(
+    const Combine& x, const Launch& launch, const OwnPart& own, u32 lane, const Shared& shared) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const auto [targets, slots] = own.targets;
-  const u32 token = own.token, part = own.part, recv_slot = recv_slot_of(experts, turn, x.num_tokens, token);
+  const u32 token = own.token, part = own.part, recv_slot = recv_slot_of(experts, launch, x.num_tokens, token);
   const Part range(experts, part, lane);
   bool ok = true;
   if (has_flag(x, part) && lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
-    const auto has_arrived = [&] { return has_part(experts, experts.sum_flags, turn, lane, recv_slot, part); };
-    ok = await_peer(experts, kCombine, turn.number, lane, has_arrived);
+    const auto has_arrived = [&] { return has_part(experts, experts.sum_flags, launch, lane, recv_slot, part); };
+    ok = await_peer(experts, kCombine, launch.number, lane, has_arrived);
   }
   // Orders the loads of all lanes after the acquires.
   __syncwarp();
@@ -273,7 +275,7 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
     } else {
       u8* const row = row_in(experts, experts.sums, team.rank, from, recv_slot);
       if constexpr (kInPackets) {
-        if (!take_part(experts, kCombine, turn, from, row, range, packets)) return false;
+        if (!take_part(experts, kCombine, launch, from, row, range, packets)) return false;
       } else {
         packets.load([&](u64 at) { return row + at; }, range);
       }
@@ -295,7 +297,7 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
   return true;
 }
 
-MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, Shared& shared) {
+MPICOMM_DEVICE void take_sums(const Combine& x, const Launch& launch, Shared& shared) {
   const Experts& experts = x.experts;
   const u32 lane = threadIdx.x % kLanes, of_block = kSumThreads / kLanes;
   const u32 warp = (blockIdx.x - experts.senders) * of_block + threadIdx.x / kLanes;
@@ -304,8 +306,8 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, Shared& shared
   // A warp begins with one part, and then takes the next part that no warp has, as in RunsOfWarp.
   for (u64 unit = warp; unit < units;) {
     u32 ticket = 0;
-    if (lane == 0 && units > warps) ticket = atomicAdd(tickets(experts, turn.parity(), kOfReceivers), 1);
-    if (!finish_part(x, turn, OwnPart(x, unit, lane, shared), lane, shared)) return;
+    if (lane == 0 && units > warps) ticket = atomicAdd(tickets(experts, launch.parity(), kOfReceivers), 1);
+    if (!finish_part(x, launch, OwnPart(x, unit, lane, shared), lane, shared)) return;
     unit = static_cast<u64>(warps) + __shfl_sync(kWarp, ticket, 0);
     if (units <= warps) return;
   }
@@ -319,11 +321,11 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kSumThreads, 2)
 
 MPICOMM_KERNEL void mpicomm_experts_combine(const __grid_constant__ mpicomm::Combine x) {
   __shared__ mpicomm::Shared shared;
-  const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kCombines);
-  if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, turn)) return;
+  const mpicomm::Launch launch = mpicomm::this_launch(x.experts.team, mpicomm::kCombines);
+  if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, launch)) return;
   if (blockIdx.x < x.experts.senders) {
-    mpicomm::push_sums(x, turn, shared);
+    mpicomm::push_sums(x, launch, shared);
   } else {
-    mpicomm::take_sums(x, turn, shared);
+    mpicomm::take_sums(x, launch, shared);
   }
 }

@@ -20,7 +20,7 @@ MPICOMM_DEVICE_CALL bool report_bad_routes(const Team& team, u32 operation, u64 
 
 struct Counts {
   const Dispatch& x;
-  const Turn& turn;
+  const Launch& launch;
   Layout& layout;
   u32 thread = threadIdx.x;
   u32 lane = threadIdx.x % kLanes;
@@ -41,8 +41,8 @@ struct Counts {
     u8* const start = x.experts.team.arenas[rank()] + x.experts.histograms;
     return reinterpret_cast<u32*>(start) + static_cast<u64>(of) * columns();
   }
-  MPICOMM_DEVICE u64* counted(u32 of) const {
-    return reinterpret_cast<u64*>(x.experts.team.arenas[rank()] + x.experts.counted) + of;
+  MPICOMM_DEVICE u64* histogram_flag(u32 of) const {
+    return reinterpret_cast<u64*>(x.experts.team.arenas[rank()] + x.experts.histogram_flags) + of;
   }
   // The first token of a warp of this block.
   MPICOMM_DEVICE u32 first_token(u32 of_warp) const {
@@ -70,7 +70,7 @@ struct Counts {
     return static_cast<u64>(route.source) * x.experts.max_tokens + route.token;
   }
   MPICOMM_DEVICE u32 recv_slot(const Route& route) const {
-    return recv_slot_of(x.experts, turn, layout.tokens[route.source], route.token);
+    return recv_slot_of(x.experts, launch, layout.tokens[route.source], route.token);
   }
   MPICOMM_DEVICE u64 pair_of(const Route& route) const { return token_at(route) * x.experts.top_k + route.slot; }
 
@@ -78,7 +78,7 @@ struct Counts {
     return report_bad_routes(x.experts.team, operation, number, of);
   }
 
-  MPICOMM_DEVICE u32 epoch() const { return static_cast<u32>(turn.number); }
+  MPICOMM_DEVICE u32 epoch() const { return static_cast<u32>(launch.number); }
   MPICOMM_DEVICE const Pair* packet_of(const Route& route) const {
     const Pair* const packets = routes_of(x.experts, rank(), route.source) + kHeaders;
     return packets + static_cast<u64>(recv_slot(route)) * x.experts.top_k + route.slot;
@@ -92,7 +92,7 @@ struct Counts {
     bool ok = true;
     if (thread < size()) {
       Packet unit{};
-      ok = await_packet(x.experts, turn, thread, routes_of(x.experts, rank(), thread) + turn.parity(), unit);
+      ok = await_packet(x.experts, launch, thread, routes_of(x.experts, rank(), thread) + launch.parity(), unit);
       layout.tokens[thread] = unit.words[0];
       if (ok && block == 0) x.tokens[thread] = unit.words[0];
     }
@@ -103,9 +103,9 @@ struct Counts {
   }
 
   // The pair of this lane in a step that begins at token `first`.
-  MPICOMM_DEVICE Taken pair_at(u32 first) const {
+  MPICOMM_DEVICE LanePair pair_at(u32 first) const {
     const u32 number = first + in_step;
-    Taken pair;
+    LanePair pair;
     if (in_step >= of_step || number >= shares.end) return pair;
     pair.route = token_of(number);
     pair.route.slot = slot;
@@ -115,11 +115,11 @@ struct Counts {
 
   // Takes the packet of a pair, which has perhaps come in `packet`. Returns false if it does not come, or
   // has an id that is no expert.
-  MPICOMM_DEVICE bool take(Taken& pair, const Pair& packet) const {
+  MPICOMM_DEVICE bool take(LanePair& pair, const Pair& packet) const {
     if (!pair.exists) return true;
     Packet unit = FlagProtocol::unit(packet);
     const bool has_arrived = FlagProtocol::has_arrived(packet, epoch());
-    if (!has_arrived && !await_packet(x.experts, turn, pair.route.source, packet_of(pair.route), unit)) return false;
+    if (!has_arrived && !await_packet(x.experts, launch, pair.route.source, packet_of(pair.route), unit)) return false;
     pair.expert = unit.words[0];
     pair.weight = unit.words[1];
     if (pair.expert == kWrongExpert) return give_up(kRoutes, pair.route.token, pair.route.source);
@@ -129,7 +129,7 @@ struct Counts {
     pair.owner = rank_of(x.experts, pair.expert);
     return true;
   }
-  MPICOMM_DEVICE Pair packet_now(const Taken& pair) const {
+  MPICOMM_DEVICE Pair packet_now(const LanePair& pair) const {
     return pair.exists ? load_volatile(packet_of(pair.route)) : Pair{0, 0};
   }
 
@@ -139,7 +139,7 @@ struct Counts {
 
   // The set of lanes with the first pair of a token on `of`. All lanes of the warp call it. Each of these
   // lanes stands for a row.
-  MPICOMM_DEVICE u32 row_lanes(const Taken& pair, u32 of) const {
+  MPICOMM_DEVICE u32 row_lanes(const LanePair& pair, u32 of) const {
     return __ballot_sync(kWarp, pair.is_new && pair.owner == of);
   }
 
@@ -153,7 +153,7 @@ struct Counts {
   MPICOMM_DEVICE bool each_step(Pair packet, Act act) const {
 #pragma unroll 1
     for (u32 first = shares.begin; first < shares.end; first += of_step) {
-      Taken pair = pair_at(first);
+      LanePair pair = pair_at(first);
       const bool ok = take(pair, packet);
       if (!__all_sync(kWarp, ok)) return false;
       packet = packet_now(pair_at(first + of_step));
@@ -178,7 +178,7 @@ struct Counts {
   // Counts the pairs of each warp of this block.
   MPICOMM_DEVICE bool count_pairs() const {
     u32* const mine = layout.histograms[warp];
-    const bool ok = each_step(first_packet_now(), [&](const Taken& pair, u32 alike) {
+    const bool ok = each_step(first_packet_now(), [&](const LanePair& pair, u32 alike) {
       // The first lane of an expert counts for all lanes of the expert.
       if (pair.expert != kNoExpert && (alike & lower_lanes()) == 0) mine[pair.expert] += __popc(alike);
       for (u32 of = 0; by_token() && of < size(); ++of) {
@@ -201,15 +201,15 @@ struct Counts {
     // Orders the stores of all threads before the release, which publishes the counts. Pairs with
     // the acquire in `add_counts`. A plain store could be visible before the counts.
     __syncthreads();
-    if (thread == 0) store_release_on_device(counted(block), turn.number);
+    if (thread == 0) store_release_on_device(histogram_flag(block), launch.number);
   }
 
   // Counts the pairs of earlier and of later blocks, which have published them.
   MPICOMM_DEVICE bool add_counts() const {
     bool ok = true;
     for (u32 other = thread; other < blocks && ok; other += blockDim.x) {
-      const u64* const flag = counted(other);
-      ok = await_block(x.experts, turn.number, [&] { return load_acquire_on_device(flag) == turn.number; });
+      const u64* const flag = histogram_flag(other);
+      ok = await_block(x.experts, launch.number, [&] { return load_acquire_on_device(flag) == launch.number; });
     }
     // Orders the loads of all threads after the acquires.
     if (!__syncthreads_and(ok)) return false;
@@ -279,7 +279,7 @@ struct Counts {
         }
         return missing == 0;
       };
-      if (!await_peer(x.experts, kDispatch, turn.number, source, reached)) return false;
+      if (!await_peer(x.experts, kDispatch, launch.number, source, reached)) return false;
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
         const u32 pair = first + i * threads;
@@ -316,7 +316,7 @@ struct Counts {
   // The rows of a rank.
   MPICOMM_DEVICE u32 rows_of(u32 of) const {
     if (by_token()) return layout.totals[num_experts(x.experts) + of];
-    return layout.offsets[x.experts.firsts[of + 1]] - layout.offsets[x.experts.firsts[of]];
+    return layout.offsets[x.experts.first_experts[of + 1]] - layout.offsets[x.experts.first_experts[of]];
   }
 
   // Counts pairs, and finds the place of each expert on each rank, and the first places of each warp. `packet`

@@ -25,18 +25,18 @@
 
 namespace mpicomm {
 
-MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, u64** flags) {
+MPICOMM_DEVICE void send(const Dispatch& x, const Launch& launch, u64** flags) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
   Routes routes(x);
-  const u64 begun = awaited(experts, turn, x.num_tokens);
-  const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, turn, peer, begun); };
+  const u64 begun = awaited(experts, launch, x.num_tokens);
+  const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, launch, peer, begun); };
   const auto ready = [&] {
-    if (!begin_launch(experts, kDispatches, turn, wait)) return false;
-    const u32 epoch = static_cast<u32>(turn.number);
-    if (blockIdx.x == 0 && threadIdx.x == 0) send_packet(experts, epoch, turn.parity(), x.num_tokens, 0);
-    routes.send(turn);
+    if (!begin_launch(experts, kDispatches, launch, wait)) return false;
+    const u32 epoch = static_cast<u32>(launch.number);
+    if (blockIdx.x == 0 && threadIdx.x == 0) send_packet(experts, epoch, launch.parity(), x.num_tokens, 0);
+    routes.send(launch);
     // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
     // and receivers lay out nothing before they know all routes.
     __syncthreads();
@@ -46,21 +46,21 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, u64** flags) {
   const auto store = [&](const LoadedPart& loaded, u32 i, Unpublished& unpublished) {
     const Part range(experts, loaded.part, lane);
     const u32 peers = targets_of(x, loaded, lane) & ~(1u << team.rank);
-    const u32 recv_slot = recv_slot_of(experts, turn, x.num_tokens, loaded.token);
+    const u32 recv_slot = recv_slot_of(experts, launch, x.num_tokens, loaded.token);
     const auto store = [&](u8* row) { loaded.packets.store([&](u64 at) { return row + at; }, range); };
     each_row(experts, peers, recv_slot, store);
-    unpublished.note(experts, experts.row_flags, i, peers, recv_slot, loaded.part, lane);
+    unpublished.add(experts, experts.row_flags, i, peers, recv_slot, loaded.part, lane);
   };
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
   if (units <= static_cast<u64>(experts.senders) * kWarps) {
     // The first warps of all blocks come first, as in RunsOfWarp.
     const u64 unit = threadIdx.x / kLanes * experts.senders + blockIdx.x;
-    send_at_most_one(team, turn, units, unit, prepare, ready, store, flags);
+    send_at_most_one(team, launch, units, unit, prepare, ready, store, flags);
   } else {
     // Warps begin in distant places, so all receivers have work from the beginning.
-    each_run<true>(experts, turn, units, true, prepare, ready, store);
+    each_run<true>(experts, launch, units, true, prepare, ready, store);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(turn);
+  if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(launch);
 }
 
 }  // namespace mpicomm
@@ -73,10 +73,10 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kDispatchThreads, 2)
 MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Dispatch x) {
   __shared__ mpicomm::Layout layout;
   __shared__ mpicomm::u64* flags[mpicomm::kWarps * mpicomm::kMaxRanks];
-  const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
+  const mpicomm::Launch launch = mpicomm::this_launch(x.experts.team, mpicomm::kDispatches);
   if (blockIdx.x < x.experts.senders) {
-    mpicomm::send(x, turn, flags);
-  } else if (mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) {
-    mpicomm::Receiver{{x, turn, layout}}.run();
+    mpicomm::send(x, launch, flags);
+  } else if (mpicomm::begin_launch(x.experts, mpicomm::kDispatches, launch)) {
+    mpicomm::Receiver{{x, launch, layout}}.run();
   }
 }

@@ -73,13 +73,13 @@ MPICOMM_DEVICE u32 owner_of(const Dispatch& x, u32 expert) {
 }
 
 // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
-MPICOMM_DEVICE bool await_packet(const Experts& x, const Turn& turn, u32 source, const Pair* place, Packet& unit) {
+MPICOMM_DEVICE bool await_packet(const Experts& x, const Launch& launch, u32 source, const Pair* place, Packet& unit) {
   Pair packet{};
   const auto reached = [&] {
     packet = load_volatile(place);
-    return FlagProtocol::has_arrived(packet, static_cast<u32>(turn.number));
+    return FlagProtocol::has_arrived(packet, static_cast<u32>(launch.number));
   };
-  if (!await_peer(x, kDispatch, turn.number, source, reached)) return false;
+  if (!await_peer(x, kDispatch, launch.number, source, reached)) return false;
   unit = FlagProtocol::unit(packet);
   return true;
 }

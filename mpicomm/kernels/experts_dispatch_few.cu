@@ -19,7 +19,7 @@ namespace mpicomm {
 
 constexpr u32 kPlacers = 8;  // the most receiver blocks that give places
 
-MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, Layout& layout, Headers& headers) {
+MPICOMM_DEVICE void send(const Dispatch& x, const Launch& launch, Layout& layout, Headers& headers) {
   const Experts& experts = x.experts;
   const u32 rank = experts.team.rank, lane = threadIdx.x % kLanes, warps = experts.senders * kWarps;
   const u32 units = x.num_tokens * experts.parts;
@@ -29,7 +29,7 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, Layout& layout, He
   u32 targets = 0;
   const auto push = [&] {
     targets = targets_of(x, loaded, lane);
-    const u32 recv_slot = recv_slot_of(experts, turn, x.num_tokens, loaded.token);
+    const u32 recv_slot = recv_slot_of(experts, launch, x.num_tokens, loaded.token);
     const Part range(experts, loaded.part, lane);
     each_row(experts, targets & ~(1u << rank), recv_slot, [&](u8* row) { push_part(loaded.packets, row, range); });
   };
@@ -37,15 +37,16 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, Layout& layout, He
   headers.make(x);
   // The loads are in flight while the block waits for the peers.
   if (unit < units) loaded = load_part(x, unit, lane);
-  const u64 begun = awaited(experts, turn, x.num_tokens);
-  const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, turn, peer, begun); };
-  if (!begin_launch(experts, kDispatches, turn, wait)) return;
-  headers.send(x, turn);
-  routes.send(turn);
-  // Rows of this block leave after its routes, as in experts_dispatch.cu. `receive` overwrites the headers that are sent.
+  const u64 begun = awaited(experts, launch, x.num_tokens);
+  const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, launch, peer, begun); };
+  if (!begin_launch(experts, kDispatches, launch, wait)) return;
+  headers.send(x, launch);
+  routes.send(launch);
+  // Rows of this block leave after its routes, as in experts_dispatch.cu. And `receive` overwrites the headers that
+  // are sent.
   __syncthreads();
   if (unit < units) push();
-  if (!headers.receive(x, turn, layout.tokens)) return;
+  if (!headers.receive(x, launch, layout.tokens)) return;
   while (unit < units) {
     const i64 row = headers.row_of(x, rank, loaded.token);
     if (row >= 0) loaded.packets.store([&](u64 at) { return x.rows.at(row, at); }, Part(experts, loaded.part, lane));
@@ -54,7 +55,7 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, Layout& layout, He
     loaded = load_part(x, unit, lane);
     push();
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(turn);
+  if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(launch);
 }
 
 struct FewReceiver : Receiver {
@@ -73,14 +74,14 @@ struct FewReceiver : Receiver {
       const Part range(experts, part, lane);
       Packets packets;
       u8* const from = row_in(experts, experts.rows, rank(), source, recv_slot({source, token, 0}));
-      if (!take_part(experts, kDispatch, turn, source, from, range, packets)) return;
+      if (!take_part(experts, kDispatch, launch, source, from, range, packets)) return;
       packets.store([&](u64 at) { return x.rows.at(row, at); }, range);
     }
   }
 
   MPICOMM_DEVICE void run() {
     clear_counts();
-    if (!headers.receive(x, turn, layout.tokens)) return;
+    if (!headers.receive(x, launch, layout.tokens)) return;
     if (block == 0 && thread < size()) x.tokens[thread] = layout.tokens[thread];
     // A block that is alone first gives places, and then copies.
     const u32 placers = blocks / 2 < kPlacers ? blocks / 2 : kPlacers, number = block, copiers = blocks - placers;
@@ -102,10 +103,10 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kDispatchThreads, 2)
 MPICOMM_KERNEL void mpicomm_experts_dispatch_few(const __grid_constant__ mpicomm::Dispatch x) {
   __shared__ mpicomm::Layout layout;
   __shared__ mpicomm::Headers headers;
-  const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
+  const mpicomm::Launch launch = mpicomm::this_launch(x.experts.team, mpicomm::kDispatches);
   if (blockIdx.x < x.experts.senders) {
-    mpicomm::send(x, turn, layout, headers);
-  } else if (mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) {
-    mpicomm::FewReceiver{{{x, turn, layout}}, headers}.run();
+    mpicomm::send(x, launch, layout, headers);
+  } else if (mpicomm::begin_launch(x.experts, mpicomm::kDispatches, launch)) {
+    mpicomm::FewReceiver{{{x, launch, layout}}, headers}.run();
   }
 }

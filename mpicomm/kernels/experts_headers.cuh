@@ -14,8 +14,8 @@ struct Headers {
   MPICOMM_DEVICE static u32 count(const Dispatch& x) {
     return (x.experts.max_tokens + kHeaderTokens - 1) / kHeaderTokens;
   }
-  MPICOMM_DEVICE static Pair* packet_in(const Dispatch& x, const Turn& turn, u32 owner, u32 source, u32 header) {
-    return routes_of(x.experts, owner, source) + 2 * header + turn.parity();
+  MPICOMM_DEVICE static Pair* packet_in(const Dispatch& x, const Launch& launch, u32 owner, u32 source, u32 header) {
+    return routes_of(x.experts, owner, source) + 2 * header + launch.parity();
   }
 
   // Makes the headers of this sender block: each header whose number has the number of the block as remainder. All
@@ -35,23 +35,24 @@ struct Headers {
   }
 
   // Sends the headers of this block, one on each thread. Pairs with the loads in `receive`.
-  MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) const {
+  MPICOMM_DEVICE void send(const Dispatch& x, const Launch& launch) const {
     const Team& team = x.experts.team;
     const u32 header = threadIdx.x / team.size, to = threadIdx.x - header * team.size;
     if (header >= count(x) || header % x.experts.senders != blockIdx.x) return;
     const Packet unit{{x.num_tokens, bitmaps[to][header], 0, 0}};
-    store_volatile(packet_in(x, turn, to, team.rank, header), FlagProtocol::packet(unit, static_cast<u32>(turn.number)));
+    const Pair packet = FlagProtocol::packet(unit, static_cast<u32>(launch.number));
+    store_volatile(packet_in(x, launch, to, team.rank, header), packet);
   }
 
   // Waits for the headers of all sources, and stores their numbers of tokens in `tokens`. All threads of the block call
   // it. If the result is false, all threads must leave.
-  MPICOMM_DEVICE bool receive(const Dispatch& x, const Turn& turn, u32* tokens) {
+  MPICOMM_DEVICE bool receive(const Dispatch& x, const Launch& launch, u32* tokens) {
     const Team& team = x.experts.team;
     const u32 headers = count(x), source = threadIdx.x / headers, header = threadIdx.x - source * headers;
     bool ok = true;
     if (source < team.size) {
       Packet unit{};
-      ok = await_packet(x.experts, turn, source, packet_in(x, turn, team.rank, source, header), unit);
+      ok = await_packet(x.experts, launch, source, packet_in(x, launch, team.rank, source, header), unit);
       bitmaps[source][header] = unit.words[1];
       if (header == 0) tokens[source] = unit.words[0];
     }

@@ -24,7 +24,7 @@ struct Layout {
 };
 
 // The pair of a lane, beside the pairs of the other lanes of its warp.
-struct Taken {
+struct LanePair {
   Route route{};
   bool exists = false;
   u32 expert = kNoExpert;  // kNoExpert without a pair, too

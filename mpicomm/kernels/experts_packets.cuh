@@ -23,7 +23,7 @@ MPICOMM_DEVICE void push_part(const Packets& packets, u8* row, const Part& part)
 // Waits for the packets of a part from `peer`, and resets their slots in `row`. If the result is false, the kernel must
 // leave. All lanes of the warp call it.
 MPICOMM_DEVICE bool take_part(
-    const Experts& x, u32 operation, const Turn& turn, u32 peer, u8* row, const Part& part, Packets& packets) {
+    const Experts& x, u32 operation, const Launch& launch, u32 peer, u8* row, const Part& part, Packets& packets) {
   const auto have_arrived = [&] {
     bool all = true;
 #pragma unroll
@@ -36,7 +36,7 @@ MPICOMM_DEVICE bool take_part(
     return all;
   };
   // Most often the packets have come. Then the lane need not make a watch, which takes registers.
-  const bool ok = have_arrived() || await_peer(x, operation, turn.number, peer, have_arrived);
+  const bool ok = have_arrived() || await_peer(x, operation, launch.number, peer, have_arrived);
   if (!__all_sync(kWarp, ok)) return false;
 #pragma unroll
   for (u32 i = 0; i < kPartPackets; ++i) {

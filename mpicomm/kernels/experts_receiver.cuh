@@ -7,15 +7,15 @@
 namespace mpicomm {
 
 struct Receiver : Counts {
-  MPICOMM_DEVICE u32 first_expert() const { return x.experts.firsts[rank()]; }
-  MPICOMM_DEVICE u32 end_expert() const { return x.experts.firsts[rank() + 1]; }
+  MPICOMM_DEVICE u32 first_expert() const { return x.experts.first_experts[rank()]; }
+  MPICOMM_DEVICE u32 end_expert() const { return x.experts.first_experts[rank() + 1]; }
   // The place of an expert of this rank, or the end of the last expert.
   MPICOMM_DEVICE u32 offset_of(u32 expert) const { return layout.offsets[expert] - layout.offsets[first_expert()]; }
 
   // Gives each pair of this block a place, and describes the places.
   MPICOMM_DEVICE bool place_pairs(const Pair& packet) const {
     u32* const next = layout.histograms[warp];
-    return each_step(packet, [&](const Taken& pair, u32 alike) {
+    return each_step(packet, [&](const LanePair& pair, u32 alike) {
       const bool here = pair.owner == rank();
       const u32 lower = __popc(alike & lower_lanes());
       i32 place = -1;
@@ -37,7 +37,7 @@ struct Receiver : Counts {
   }
 
   // Gives each token of a step a row, and describes it. `next` is the next row of the warp.
-  MPICOMM_DEVICE void place_token(const Taken& pair, i32 place, u32& next) const {
+  MPICOMM_DEVICE void place_token(const LanePair& pair, i32 place, u32& next) const {
     const u32 top_k = x.experts.top_k;
     const u32 rows = row_lanes(pair, rank());
     const u32 lanes = rows >> (lane - slot) & ((1ull << top_k) - 1);
@@ -93,7 +93,7 @@ struct Receiver : Counts {
 
   // Copies the rows of this block's tokens to their places. Each lane looks after a part, and the warp copies
   // parts in the order in which they come. First come the tokens of this rank.
-  MPICOMM_DEVICE void lay_out() const {
+  MPICOMM_DEVICE void copy_arrived_rows() const {
     const Experts& experts = x.experts;
     const u32 parts = experts.parts, first = shares.block_begin;
     const u64 units = static_cast<u64>(shares.block_end - first) * parts;
@@ -110,10 +110,10 @@ struct Receiver : Counts {
       }
       const auto has_arrived = [&] {
         return route.source == rank() ||
-               has_part(experts, experts.row_flags, turn, route.source, recv_slot(route), part);
+               has_part(experts, experts.row_flags, launch, route.source, recv_slot(route), part);
       };
       while (__any_sync(kWarp, pending)) {
-        const u32 come = await_any(experts, kDispatch, turn.number, route.source, pending, has_arrived);
+        const u32 come = await_any(experts, kDispatch, launch.number, route.source, pending, has_arrived);
         if (come == 0) return;
         // Orders the loads of all lanes after the acquires.
         __syncwarp();
@@ -163,7 +163,7 @@ struct Receiver : Counts {
   MPICOMM_DEVICE bool give_places() const {
     Pair packet;
     if (!place_experts(packet)) return false;
-    // The barrier also orders the places of all warps before the loads in `lay_out`.
+    // The barrier also orders the places of all warps before the loads in `copy_arrived_rows`.
     if (!__syncthreads_and(place_pairs(packet))) return false;
     fill_gaps();
     return true;
@@ -171,7 +171,7 @@ struct Receiver : Counts {
 
   MPICOMM_DEVICE void run() {
     clear_counts();
-    if (count_tokens() && give_places()) lay_out();
+    if (count_tokens() && give_places()) copy_arrived_rows();
   }
 };
 

@@ -48,7 +48,7 @@ struct Routes {
     }
   }
   // Sends the routes of a step. All lanes of the warp call it.
-  MPICOMM_DEVICE void send_step(const Turn& turn, u32 step, i64 id, float weight) const {
+  MPICOMM_DEVICE void send_step(const Launch& launch, u32 step, i64 id, float weight) const {
     const bool exists = has(step);
     const u32 expert = exists ? expert_of(x, id) : kNoExpert, owner = owner_of(x, expert);
     // Lanes of one token with experts of one rank are alike. The first of them has a new rank. Only the layout by
@@ -56,31 +56,33 @@ struct Routes {
     const u32 key = owner == kMaxRanks ? ~0u : lane / x.experts.top_k * kMaxRanks + owner;
     const bool is_new = (__match_any_sync(kWarp, key) & ((1u << lane) - 1)) == 0;
     const u32 in_packet = x.token_rows != nullptr && owner != kMaxRanks && is_new ? expert | kNewRank : expert;
-    if (exists) send_packet(x.experts, static_cast<u32>(turn.number), start(turn) + pair_of(step), in_packet, bits_of(weight));
+    if (!exists) return;
+    const u64 slot = start(launch) + pair_of(step);
+    send_packet(x.experts, static_cast<u32>(launch.number), slot, in_packet, bits_of(weight));
   }
   // The number of the first packet.
-  MPICOMM_DEVICE u64 start(const Turn& turn) const {
-    return kHeaders + static_cast<u64>(recv_slot_of(x.experts, turn, x.num_tokens, 0)) * x.experts.top_k;
+  MPICOMM_DEVICE u64 start(const Launch& launch) const {
+    return kHeaders + static_cast<u64>(recv_slot_of(x.experts, launch, x.num_tokens, 0)) * x.experts.top_k;
   }
-  MPICOMM_DEVICE void send(const Turn& turn) {
+  MPICOMM_DEVICE void send(const Launch& launch) {
     for (u32 step = first; step < steps; step += 2 * warps()) {
       if (step != first) load(step);
-      send_step(turn, step, ids[0], weights[0]);
-      if (step + warps() < steps) send_step(turn, step + warps(), ids[1], weights[1]);
+      send_step(launch, step, ids[0], weights[0]);
+      if (step + warps() < steps) send_step(launch, step + warps(), ids[1], weights[1]);
     }
   }
   // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
   // that it does not use, in turn. So no packet still holds the epoch of so long ago. One thread calls it.
-  MPICOMM_DEVICE void renew(const Turn& turn) const {
+  MPICOMM_DEVICE void renew(const Launch& launch) const {
     const Experts& experts = x.experts;
     // The packet may be of the receive slots of the launch before.
     for (u32 peer = 0; peer < experts.team.size; ++peer) {
-      if (peer != experts.team.rank && !await_begun(experts, kDispatch, turn, peer, turn.number)) return;
+      if (peer != experts.team.rank && !await_begun(experts, kDispatch, launch, peer, launch.number)) return;
     }
     u64* const renewals = renewals_of(experts);
     const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.recv_slots) * experts.top_k) + kHeaders;
-    if (renewed >= start(turn) && renewed < start(turn) + pairs()) return;
-    send_packet(experts, static_cast<u32>(turn.number), renewed, kNoExpert, 0);
+    if (renewed >= start(launch) && renewed < start(launch) + pairs()) return;
+    send_packet(experts, static_cast<u32>(launch.number), renewed, kNoExpert, 0);
   }
 };
 

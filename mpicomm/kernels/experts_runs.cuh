@@ -16,32 +16,32 @@ struct Unpublished {
   // The most parts between two publications.
   MPICOMM_DEVICE static u32 most(const Team& team) { return kLanes / team.size < kMost ? kLanes / team.size : kMost; }
   // Notes part number `i` since the last publication, for the ranks in the set `targets`.
-  MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 recv_slot, u32 part, u32 lane) {
+  MPICOMM_DEVICE void add(const Experts& x, u64 flags, u32 i, u32 targets, u32 recv_slot, u32 part, u32 lane) {
     const u32 rank = lane % x.team.size;
     if (lane / x.team.size == i && (targets >> rank & 1) != 0) {
       flag = flag_in(x, flags, rank, x.team.rank, recv_slot, part);
     }
   }
   // All lanes of the warp call it.
-  MPICOMM_DEVICE void publish(const Turn& turn) {
+  MPICOMM_DEVICE void publish(const Launch& launch) {
     // Orders the stores of all lanes before the releases.
     __syncwarp();
     // Pairs with the acquire in `has_part` of the peer, and publishes the part. A plain store could
     // arrive before the data, and the peer would take the row of an earlier launch.
-    if (flag != nullptr) store_release(flag, turn.number);
+    if (flag != nullptr) store_release(flag, launch.number);
     flag = nullptr;
   }
   // Publishes the parts of all warps of a block, at most one part of each warp. All threads of the block call it.
   // `flags`, in shared memory, has room for a flag of each warp and rank. Few warps wait for the stores of all warps,
   // because warps of one multiprocessor that wait for their stores delay each other.
-  MPICOMM_DEVICE void publish_together(const Team& team, const Turn& turn, u64** flags) const {
+  MPICOMM_DEVICE void publish_together(const Team& team, const Launch& launch, u64** flags) const {
     const u32 lane = threadIdx.x % kLanes;
     if (lane < team.size) flags[threadIdx.x / kLanes * team.size + lane] = flag;
     // Orders the stores of all threads, and the flags in shared memory, before the releases.
     __syncthreads();
     // Pairs with the acquire in `has_part`, as in `publish`.
     const bool has_flag = threadIdx.x < blockDim.x / kLanes * team.size;
-    if (has_flag && flags[threadIdx.x] != nullptr) store_release(flags[threadIdx.x], turn.number);
+    if (has_flag && flags[threadIdx.x] != nullptr) store_release(flags[threadIdx.x], launch.number);
   }
 
  private:
@@ -93,16 +93,16 @@ struct Runs {
 template <bool apart>
 struct RunsOfWarp {
   const Experts& x;
-  const Turn& turn;
+  const Launch& launch;
   const Runs<apart> runs;
   u32 number;      // of the next run; on lane 0, while a run lasts, without the first runs
   u32 length = 0;  // of this run
   u64 first = 0;
 
   // The first warps of all blocks come first, so few parts go to all multiprocessors.
-  MPICOMM_DEVICE RunsOfWarp(const Experts& x, const Turn& turn, u64 parts)
+  MPICOMM_DEVICE RunsOfWarp(const Experts& x, const Launch& launch, u64 parts)
       : x(x),
-        turn(turn),
+        launch(launch),
         runs(x.team, parts, x.senders * (blockDim.x / kLanes)),
         number(threadIdx.x / kLanes * x.senders + blockIdx.x) {}
 
@@ -116,7 +116,7 @@ struct RunsOfWarp {
         number = count;
       } else if (threadIdx.x % kLanes == 0) {
         // The result comes while the warp moves this run.
-        number = atomicAdd(tickets(x, turn.parity(), kOfSenders), 1);
+        number = atomicAdd(tickets(x, launch.parity(), kOfSenders), 1);
       }
       if (length != 0) return true;
       find_next();
@@ -141,8 +141,8 @@ struct RunsOfWarp {
 // loads, the loads of other parts are in flight while the warp publishes. Otherwise flags come first.
 template <bool apart, class Prepare, class Ready, class Store>
 MPICOMM_DEVICE void each_run(
-    const Experts& x, const Turn& turn, u64 parts, bool only_loads, Prepare prepare, Ready ready, Store store) {
-  RunsOfWarp<apart> mine(x, turn, parts);
+    const Experts& x, const Launch& launch, u64 parts, bool only_loads, Prepare prepare, Ready ready, Store store) {
+  RunsOfWarp<apart> mine(x, launch, parts);
   bool goes_on = mine.begin();
   decltype(prepare(mine.first)) prepared;
   if (goes_on) prepared = prepare(mine.first);
@@ -157,9 +157,9 @@ MPICOMM_DEVICE void each_run(
       goes_on = mine.begin_next();
       i = 0;
     }
-    if (ends && !only_loads) unpublished.publish(turn);
+    if (ends && !only_loads) unpublished.publish(launch);
     if (goes_on) prepared = prepare(mine.first + i);
-    if (ends && only_loads) unpublished.publish(turn);
+    if (ends && only_loads) unpublished.publish(launch);
   }
 }
 
@@ -167,13 +167,20 @@ MPICOMM_DEVICE void each_run(
 // the functions of `each_run`, and takes less time than runs of one part: a short launch waits for its code.
 template <class Prepare, class Ready, class Store>
 MPICOMM_DEVICE void send_at_most_one(
-    const Team& team, const Turn& turn, u64 parts, u64 unit, Prepare prepare, Ready ready, Store store, u64** flags) {
+    const Team& team,
+    const Launch& launch,
+    u64 parts,
+    u64 unit,
+    Prepare prepare,
+    Ready ready,
+    Store store,
+    u64** flags) {
   decltype(prepare(unit)) prepared;
   if (unit < parts) prepared = prepare(unit);
   if (!ready()) return;
   Unpublished unpublished;
   if (unit < parts) store(prepared, 0, unpublished);
-  unpublished.publish_together(team, turn, flags);
+  unpublished.publish_together(team, launch, flags);
 }
 
 }  // namespace mpicomm

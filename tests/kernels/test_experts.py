@@ -165,7 +165,9 @@ def test_ranks_in_different_calls_notice(builds: Builds) -> None:
 
 
 RACES = {
-    "flag of a part turned relaxed": Change("experts_runs.cuh", "store_release(flag, turn", "store_relaxed(flag, turn"),
+    "flag of a part turned relaxed": Change(
+        "experts_runs.cuh", "store_release(flag, launch", "store_relaxed(flag, launch"
+    ),
     "flag of a part loaded relaxed": Change(
         "experts.cuh", "return load_acquire(flag_in(x, flags", "return load_relaxed(flag_in(x, flags"
     ),
@@ -175,7 +177,7 @@ RACES = {
         "",
     ),
     "flag of a block turned relaxed": Change(
-        "experts_runs.cuh", "store_release(flags[threadIdx.x], turn", "store_relaxed(flags[threadIdx.x], turn"
+        "experts_runs.cuh", "store_release(flags[threadIdx.x], launch", "store_relaxed(flags[threadIdx.x], launch"
     ),
     "flags before all warps have stored": Change(
         "experts_runs.cuh", "before the releases.\n    __syncthreads();", "before the releases.\n"
@@ -200,11 +202,13 @@ RACES = {
         "  if (!__syncthreads_and(ok)) return false;\n  // A release",
         "  if (!ok) return false;\n  // A release",
     ),
-    "no wait for peers": Change("experts.cuh", "turn.again && tokens > x.few_tokens ?", "false ?"),
+    "no wait for peers": Change("experts.cuh", "launch.same_kind && tokens > x.few_tokens ?", "false ?"),
     "one group of receive slots for few tokens": Change(
-        "experts.cuh", "(tokens <= x.few_tokens ? turn.parity() : 2)", "(tokens <= x.few_tokens ? 0 : 2)"
+        "experts.cuh", "(tokens <= x.few_tokens ? launch.parity() : 2)", "(tokens <= x.few_tokens ? 0 : 2)"
     ),
-    "counts turned relaxed": Change("experts_counts.cuh", "store_release_on_device(counted", "store_relaxed(counted"),
+    "counts turned relaxed": Change(
+        "experts_counts.cuh", "store_release_on_device(histogram_flag", "store_relaxed(histogram_flag"
+    ),
     "counts loaded relaxed": Change("experts_counts.cuh", "load_acquire_on_device(flag)", "load_relaxed(flag)"),
     "counts published before they are written": Change(
         "experts_counts.cuh",
@@ -219,20 +223,20 @@ RACES = {
 }
 FAILURES = {
     "no wait for counts": Change(
-        "experts_counts.cuh", "return load_acquire_on_device(flag) == turn.number;", "return true;"
+        "experts_counts.cuh", "return load_acquire_on_device(flag) == launch.number;", "return true;"
     ),
     "no wait for a part": Change(
         "experts.cuh",
-        "return load_acquire(flag_in(x, flags, x.team.rank, peer, recv_slot, part)) == turn.number;",
+        "return load_acquire(flag_in(x, flags, x.team.rank, peer, recv_slot, part)) == launch.number;",
         "return true;",
     ),
     "packet of an earlier launch": Change(
         "experts_dispatch.cuh",
-        "return FlagProtocol::has_arrived(packet, static_cast<u32>(turn.number));",
+        "return FlagProtocol::has_arrived(packet, static_cast<u32>(launch.number));",
         "return packet.first >> 32 != 0;",
     ),
     "launch not counted": Change(
-        "experts.cuh", "  count_launch(team, turn.number << 1", "  if (false) count_launch(team, turn.number << 1"
+        "experts.cuh", "  count_launch(team, launch.number << 1", "  if (false) count_launch(team, launch.number << 1"
     ),
     "numbers compared as if they had no end": Change(
         "experts.cuh",
@@ -240,7 +244,7 @@ FAILURES = {
         "last >= static_cast<u32>(begun)",
     ),
     "runs taken in an earlier launch": Change(
-        "experts.cuh", "*tickets(x, 1 - turn.parity(), static_cast<Ticket>(thread)) = 0", "(void)x"
+        "experts.cuh", "*tickets(x, 1 - launch.parity(), static_cast<Ticket>(thread)) = 0", "(void)x"
     ),
     "two pairs in one place": Change("experts_receiver.cuh", "next[pair.expert] + lower", "next[pair.expert]"),
 }
@@ -395,7 +399,7 @@ FAILURES_IN_PACKETS = {
     "packets taken before they have come": Change("experts_packets.cuh", "all &= Pushed::has_arrived(packet, {});", ""),
     "half of a packet taken": Change("sentinels.cuh", " && upper(packet.second) != kAbsent", ""),
     "header of an earlier launch": FAILURES["packet of an earlier launch"],
-    "one slot for headers of all launches": Change("experts_headers.cuh", "2 * header + turn.parity()", "2 * header"),
+    "one slot for headers of all launches": Change("experts_headers.cuh", "2 * header + launch.parity()", "2 * header"),
     "a token comes before itself": Change("experts_headers.cuh", "(bit - 1 | ", "(bit | bit - 1 | "),
     "tokens of one number in one row": Change("experts_headers.cuh", "(other < source ? bit : 0)", "0"),
     "bitmaps of headers not cleared": Change("experts_headers.cuh", "% kMaxHeaders] = 0;", "% kMaxHeaders] |= 1;"),

@@ -7,7 +7,6 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -71,6 +70,9 @@ class ChunkLauncher(FormLauncher):
         self._form, self._domain, self._exchanges, self._layout = form, domain, exchanges, domain.arena.layout
         self._slots = Request("collectives: slots", self._layout.slots_nbytes)
         """The slots of all channels."""
+        links = f"{'3Q2I' * domain.size}{ctypes.sizeof(ChunkLink) * (MAX_RANKS - domain.size)}x"
+        self._links = struct.Struct(f"={links}{links}2Q")
+        """The messages to and from all ranks, and the two addresses after them."""
         layout = self._layout
         self._arguments = ExchangeArguments(
             team=domain.team,
@@ -130,7 +132,7 @@ class ChunkLauncher(FormLauncher):
         arguments.slots[: len(slots)] = slots
         _pack_sources(arguments, _AT_SOURCES, len(sources), *sources, *[0] * (MAX_RANKS - len(sources)))
         fields = chain.from_iterable((pointer, *links[nbytes]) for pointer, nbytes in messages)
-        _links_of(self._domain.size).pack_into(arguments, _AT_SENDS, *fields, own, output)
+        self._links.pack_into(arguments, _AT_SENDS, *fields, own, output)
         return Launch(
             exchange_kernel(kernel), arguments, blocks, threads_for(min(longest, self._layout.slot_nbytes), THREADS)
         )
@@ -169,13 +171,6 @@ def threads_for(nbytes: int, most: int) -> int:
     """Return the threads that move ``nbytes``, one packet each: a power of two, up to ``most``."""
     packets = -(-nbytes // PACKET_NBYTES)
     return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
-
-
-@cache
-def _links_of(size: int) -> struct.Struct:
-    """Return the fields of the messages to and from ``size`` ranks, and the two addresses after them."""
-    links = f"{'3Q2I' * size}{32 * (MAX_RANKS - size)}x"
-    return struct.Struct(f"={links}{links}2Q")
 
 
 def serve_chunks(form: Form, domain: Domain) -> list[FormLauncher]:

@@ -67,32 +67,8 @@ def geometries_of(
     return units[1:], [*geometries, Geometry(most_blocks, workers)]
 
 
-@cache
-def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, quantized: bool = False) -> Geometry:
-    """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
-
-    It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots.
-    ``quantized`` is as in `most_workers`.
-    """
-    slots = inbox_nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if quantized else 1)
-    room = slots // (FEWEST_LAPS * most_blocks) // LANES * LANES
-    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, quantized=quantized)))
-
-
 _STEP_NBYTES = NORM_THREADS * SLOT_NBYTES  # of a row
 _MOST_STEPS = 8  # of a row
-
-
-class RowGeometry(NamedTuple):
-    """The threads that share rows, and the steps that they take: see rows.cuh."""
-
-    threads: Geometry
-    steps: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all slots. Some slots get no packet, because a row may end within its last step."""
-        return self.steps * self.threads.threads * SLOT_NBYTES
 
 
 def most_groups(size: int, *, fan_out: bool) -> int:
@@ -116,12 +92,15 @@ def fewest_rows(row_nbytes: int, most_blocks: int, shards: int) -> float:
     return 1 if row_nbytes <= _MOST_STEPS * _STEP_NBYTES else most_blocks
 
 
-def row_geometry(count: int, row_nbytes: int, most_blocks: int, size: int, *, fan_out: bool) -> RowGeometry:
-    """Return how the reducing kernel normalises ``count`` rows of the longest shard. The same on all ranks."""
+def row_geometry(count: int, row_nbytes: int, most_blocks: int, size: int, *, fan_out: bool) -> tuple[Geometry, int]:
+    """Return the threads that normalise ``count`` rows of the longest shard, and their steps: see rows.cuh.
+
+    It is the same on all ranks.
+    """
     blocks = min(count, most_blocks)
     groups = min(most_groups(size, fan_out=fan_out), -(-count // blocks))
     steps = -(-count // (blocks * groups)) * -(-row_nbytes // _STEP_NBYTES)
-    return RowGeometry(Geometry(blocks, groups * NORM_THREADS), steps)
+    return Geometry(blocks, groups * NORM_THREADS), steps
 
 
 class ProtocolLimits(NamedTuple):
@@ -280,19 +259,21 @@ def sized_configs(
 
 def row_configs(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Configs:
     """Return the configs of calls in which the kernel also normalises rows of so many bytes."""
-    # The sum of squares has the order of packets of 16 bytes, so all lengths use sentinels. A thread may have no unit
-    # in a step, so each message counts as the bytes of all slots.
+    # The sum of squares has the order of packets of 16 bytes, so all lengths use sentinels.
     configs = sized_configs(ProtocolLimits(0, inf), domain, fan_out=fan_out)
 
+    def rows_of(nbytes: int) -> tuple[Geometry, int]:
+        rows = nbytes // row_nbytes
+        geometry, steps = row_geometry(rows, row_nbytes, domain.most_blocks, domain.size, fan_out=fan_out)
+        # A row may end within its last step, so each message counts as the bytes of all slots.
+        return geometry, steps * geometry.threads * SLOT_NBYTES
+
     def config_of(nbytes: int) -> PacketConfig | None:
-        rows = rows_of(nbytes)
-        config = configs.of(rows.nbytes)
-        return config and PacketConfig(config.protocol, config.inboxes, rows.threads, row_nbytes=rows.nbytes)
+        geometry, slots_nbytes = rows_of(nbytes)
+        config = configs.of(slots_nbytes)
+        return config and PacketConfig(config.protocol, config.inboxes, geometry, row_nbytes=slots_nbytes)
 
-    def rows_of(nbytes: int) -> RowGeometry:
-        return row_geometry(nbytes // row_nbytes, row_nbytes, domain.most_blocks, domain.size, fan_out=fan_out)
-
-    return Configs(config_of, lambda nbytes: configs.memory(rows_of(nbytes).nbytes))
+    return Configs(config_of, lambda nbytes: configs.memory(rows_of(nbytes)[1]))
 
 
 def any_length_config(domain: Domain, wire_format: WireFormat | None = None) -> PacketConfig:
@@ -300,10 +281,15 @@ def any_length_config(domain: Domain, wire_format: WireFormat | None = None) -> 
     # Nothing is sent on, so the memory of both stages may hold the messages. Calls with two stages may come before and
     # after, because both forms have the same half of the memory for a parity (see packets.cu): a rank still stores only
     # into slots that their owner took and reset two launches before.
-    both = domain.arena.sentinels
+    both, size, blocks, quantized = domain.arena.sentinels, domain.size, domain.most_blocks, wire_format is not None
     inboxes = Inboxes(both.pointers, both.stages * both.nbytes, stages=1)
-    geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, quantized=wire_format is not None)
-    return PacketConfig("sentinel", inboxes, geometry, wire_format, domain.size, others_are_longer=wire_format is None)
+    # A launch reuses slots, so an inbox holds at least `FEWEST_LAPS` steps.
+    slots = inboxes.nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if quantized else 1)
+    room = slots // (FEWEST_LAPS * blocks) // LANES * LANES
+    workers = min(room, most_workers(size, fan_out=False, one_step=False, quantized=quantized))
+    return PacketConfig(
+        "sentinel", inboxes, Geometry(blocks, workers), wire_format, size, others_are_longer=not quantized
+    )
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int, stages: int) -> Request:
