@@ -48,7 +48,7 @@
 #pragma once
 
 #include "channel_words.cuh"
-#include "flag_protocol.cuh"
+#include "ll_protocol.cuh"
 
 namespace mpicomm {
 

@@ -117,8 +117,8 @@ struct Counts {
   // has an id that is no expert.
   MPICOMM_DEVICE bool take(LanePair& pair, const Pair& packet) const {
     if (!pair.exists) return true;
-    Packet unit = FlagProtocol::unit(packet);
-    const bool has_arrived = FlagProtocol::has_arrived(packet, epoch());
+    Packet unit = LLProtocol::unit(packet);
+    const bool has_arrived = LLProtocol::has_arrived(packet, epoch());
     if (!has_arrived && !await_packet(x.experts, launch, pair.route.source, packet_of(pair.route), unit)) return false;
     pair.expert = unit.words[0];
     pair.weight = unit.words[1];
@@ -273,8 +273,8 @@ struct Counts {
         }
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          if ((missing >> i & 1) == 0 || !FlagProtocol::has_arrived(loaded[i], epoch())) continue;
-          words[i] = FlagProtocol::unit(loaded[i]).words[0];
+          if ((missing >> i & 1) == 0 || !LLProtocol::has_arrived(loaded[i], epoch())) continue;
+          words[i] = LLProtocol::unit(loaded[i]).words[0];
           missing &= ~(1u << i);
         }
         return missing == 0;

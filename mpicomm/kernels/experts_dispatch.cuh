@@ -77,10 +77,10 @@ MPICOMM_DEVICE bool await_packet(const Experts& x, const Launch& launch, u32 sou
   Pair packet{};
   const auto reached = [&] {
     packet = load_volatile(place);
-    return FlagProtocol::has_arrived(packet, static_cast<u32>(launch.number));
+    return LLProtocol::has_arrived(packet, static_cast<u32>(launch.number));
   };
   if (!await_peer(x, kDispatch, launch.number, source, reached)) return false;
-  unit = FlagProtocol::unit(packet);
+  unit = LLProtocol::unit(packet);
   return true;
 }
 

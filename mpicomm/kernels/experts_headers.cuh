@@ -40,7 +40,7 @@ struct Headers {
     const u32 header = threadIdx.x / team.size, to = threadIdx.x - header * team.size;
     if (header >= count(x) || header % x.experts.senders != blockIdx.x) return;
     const Packet unit{{x.num_tokens, bitmaps[to][header], 0, 0}};
-    const Pair packet = FlagProtocol::packet(unit, static_cast<u32>(launch.number));
+    const Pair packet = LLProtocol::packet(unit, static_cast<u32>(launch.number));
     store_volatile(packet_in(x, launch, to, team.rank, header), packet);
   }
 

@@ -7,7 +7,7 @@
 namespace mpicomm {
 
 MPICOMM_DEVICE void send_packet(const Experts& x, u32 epoch, u64 slot, u32 first, u32 second) {
-  const Pair packet = FlagProtocol::packet({{first, second, 0, 0}}, epoch);
+  const Pair packet = LLProtocol::packet({{first, second, 0, 0}}, epoch);
   // The next rank comes first: see team.cuh. This rank is the last one.
   for (u32 i = 1; i <= x.team.size; ++i) {
     const u32 next = x.team.rank + i, to = next < x.team.size ? next : next - x.team.size;

@@ -4,14 +4,14 @@
 // it and stores it. There are two protocols.
 //
 // LL ("low latency") carries 8 bytes of data. Each half of the packet has 4 bytes of data and a
-// flag, the number of the launch (ll_flags.cuh). It is the fastest protocol for messages of up to
+// flag, the number of the launch (ll_protocol.cuh). It is the fastest protocol for messages of up to
 // some KiB.
 //
 // Sentinel carries 16 bytes of data and no flag: see sentinels.cuh.
 #pragma once
 
 #include "element.cuh"
-#include "flag_protocol.cuh"
+#include "ll_protocol.cuh"
 #include "sentinels.cuh"
 
 namespace mpicomm {
@@ -44,8 +44,8 @@ MPICOMM_DEVICE Pair unescaped(const Pair& packet, u32 code) {
 #if defined(MPICOMM_SENTINEL)
 using Protocol = SentinelProtocol;
 #else
-static_assert(sizeof(Element) <= FlagProtocol::kUnitNbytes, "an element lies in one packet");
-using Protocol = FlagProtocol;
+static_assert(sizeof(Element) <= LLProtocol::kUnitNbytes, "an element lies in one packet");
+using Protocol = LLProtocol;
 #endif
 constexpr u32 kUnitNbytes = Protocol::kUnitNbytes;
 

@@ -42,8 +42,8 @@ class Team(ctypes.Structure):
     ]
 
 
-class FlaggedInboxes(ctypes.Structure):
-    """The host's copy of ``FlaggedInboxes`` in ll_flags.cuh; a test compares them."""
+class LLInboxes(ctypes.Structure):
+    """The host's copy of ``LLInboxes`` in ll_protocol.cuh; a test compares them."""
 
     _fields_ = [*u64("sets", "nbytes")]
 

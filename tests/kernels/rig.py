@@ -76,8 +76,8 @@ Launcher = Callable[[Pattern, Form, Domain], FormLauncher]
 class Layout(ArenaLayout):
     """The package's layout, with inboxes of any size."""
 
-    def __init__(self, size: int, channels: int, flagged_inbox_nbytes: int, sentinel_inbox_nbytes: int) -> None:
-        self.flagged_inbox_nbytes, self.sentinel_inbox_nbytes = flagged_inbox_nbytes, sentinel_inbox_nbytes
+    def __init__(self, size: int, channels: int, ll_inbox_nbytes: int, sentinel_inbox_nbytes: int) -> None:
+        self.ll_inbox_nbytes, self.sentinel_inbox_nbytes = ll_inbox_nbytes, sentinel_inbox_nbytes
         super().__init__(size, channels)
 
 
@@ -86,7 +86,7 @@ class _Arena:
 
     def __init__(self, layout: ArenaLayout, arenas: Sequence[int], regions: dict[str, ArenaRegion]) -> None:
         self.layout = layout
-        self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
+        self.ll = Inboxes(tuple(base + layout.ll for base in arenas), layout.ll_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
         # The ordinary inboxes, which are used again more often.
         large = ArenaRegion(self.sentinels.pointers, PARITIES * STAGES * layout.size * self.sentinels.nbytes)
@@ -179,12 +179,12 @@ class Rig:
             return
         for arena in self.arenas:
             begin_after(launch, arena.bytes, self.size)
-            arrivals = arena.bytes[self.layout.arrivals : self.layout.flagged]
+            arrivals = arena.bytes[self.layout.arrivals : self.layout.ll]
             arrivals.view(np.uint64)[:] = launch if moved is None else moved
 
     def flags(self, rank: int) -> Array:
         """Return the inboxes of the LL protocol of a rank, of either parity, as words."""
-        words: Array = self.arenas[rank].bytes[self.layout.flagged : self.layout.sentinels].view(np.uint64)
+        words: Array = self.arenas[rank].bytes[self.layout.ll : self.layout.sentinels].view(np.uint64)
         return words.reshape(PARITIES, -1)
 
     def fill_with_old_flags(self, rng: np.random.Generator) -> None:
@@ -256,7 +256,7 @@ def packet_rig(
 
     def launcher(pattern: Pattern, form: Form, domain: Domain) -> FormLauncher:
         fans, finish = pattern.algorithm == "two_shot", form.epilogue
-        inboxes = domain.arena.flagged if protocol == "flagged" else domain.arena.sentinels
+        inboxes = domain.arena.ll if protocol == "ll" else domain.arena.sentinels
         if in_one_stage and not fans:
             inboxes = Inboxes(inboxes.pointers, 2 * inboxes.nbytes, 1)
         if finish and finish.row_nbytes:

@@ -61,7 +61,7 @@ WARPS, UNIT_NBYTES = 8, 512  # of a block of chain.cu, which are its channels, a
 LARGEST_SLOTS = WARPS * 32 * 1024  # one of each channel
 AGAIN = 2**32 - 3
 STEP = SMALL.threads * 16
-FLAGGED = carried_nbytes(INBOX_NBYTES, "flagged") - 4
+LL_NBYTES = carried_nbytes(INBOX_NBYTES, "ll") - 4
 
 
 def of_chain(blocks: int) -> list[int]:
@@ -102,7 +102,7 @@ def every_size() -> Iterator[tuple[str, Row]]:
     for nbytes in (WARPS * BATCH_NBYTES, 4 * WARPS * BATCH_NBYTES, LARGEST_SLOTS):
         yield f"slots of a chain-{nbytes}", Row(partial(chain_rig, nbytes=nbytes), 3, BY_CHAIN, of_slots(nbytes), AGAIN)
     # Each number of ranks is another kernel of packets. Five ranks have room for six steps at most.
-    yield "flagged packets", Row(partial(packet_rig, protocol="flagged"), 4, IN_PACKETS, of_packets(FLAGGED))
+    yield "LL packets", Row(partial(packet_rig, protocol="ll"), 4, IN_PACKETS, of_packets(LL_NBYTES))
     yield "sentinel packets", Row(packet_rig, 5, f"{IN_PACKETS} reduce_scatter", of_packets(4 * INBOX_NBYTES))
     for size in (2, 3, 4):
         sizes = [1, 15, 16, 1000, 3071, 3072, 3073, 12287, 49152, 65536]
@@ -251,7 +251,7 @@ def different() -> Iterator[tuple[str, Different]]:
     quantized = [quantized_as(wire) for wire in ("int8", "float8_e4m3fn")]
     yield "quantized", Different(packets, "allreduce", given * 2, quantized)
     # Rank 2 takes from rank 1, which agrees with it. No rank takes from rank 0.
-    packets, roots = partial(packet_rig, protocol="flagged"), [partial(Calls, root=root) for root in (0, 1, 1)]
+    packets, roots = partial(packet_rig, protocol="ll"), [partial(Calls, root=root) for root in (0, 1, 1)]
     yield "roots", Different(packets, "bcast", [(8,)] * 3, roots, later=True)
     for long in ((0, 400_000), (100, 400_000), (400_000, 0), (400_000, 100)):
         each = [lengths(nbytes, 2) for nbytes in long]

@@ -346,7 +346,7 @@ MISTAKES = {
     "places read before they are written": Change("packets.cu", "  ok = __syncthreads_and(ok);\n", ""),
     "lengths taken before they have come": Change(
         "device_counts.cuh",
-        "return FlagProtocol::has_arrived(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;",
+        "return LLProtocol::has_arrived(packet, LLProtocol::flag(launch)) ? 0u : 1u << peer;",
         "return 0u;",
     ),
     "one set of lengths instead of two": Change(
@@ -377,9 +377,7 @@ MISTAKES_OF_ONE_STEP = {
     "packets taken before they have come": Change(
         "device_counts_step.cu", "!Protocol::has_arrived(packets[d], {})", "false"
     ),
-    "one set of lengths instead of two": Change(
-        "device_counts_step.cu", "flagged_set = launch % 2 *", "flagged_set = 0 *"
-    ),
+    "one set of lengths instead of two": Change("device_counts_step.cu", "ll_set = launch % 2 *", "ll_set = 0 *"),
     "one set of slots instead of two": Change("device_counts_step.cu", "u64 set = launch % 2 ?", "u64 set = 0 ?"),
     "slots not put back": Change("device_counts_step.cu", "    Protocol::reset_slot(slot);\n", ""),
     "escapes not taken": Change(

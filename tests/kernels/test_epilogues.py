@@ -92,14 +92,14 @@ def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Build
 
 
 FUSED: list[tuple[Protocol, Epilogue, tuple[str, str], str, int]] = [
-    ("flagged", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
+    ("ll", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
     ("sentinel", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
     ("sentinel", AFFINE, ("float64", "a * 2 - b"), "bfloat16", 2),
-    ("flagged", AFFINE, ("float8_e4m3fn", "max"), "float64", 3),
+    ("ll", AFFINE, ("float8_e4m3fn", "max"), "float64", 3),
     ("sentinel", Elementwise("conj(v) - i"), ("complex64", "sum"), "complex128", 3),
     ("sentinel", Elementwise("v * 3 + i % k", k=5), ("int32", "sum"), "int64", 4),
     # Of these the threads that reduce send on what the epilogue made.
-    ("flagged", AFFINE, ("bfloat16", "avg"), "bfloat16", 3),
+    ("ll", AFFINE, ("bfloat16", "avg"), "bfloat16", 3),
     ("sentinel", AFFINE, ("float64", "a * 2 - b"), "float64", 3),
 ]
 
@@ -125,7 +125,7 @@ test_results_that_lose_such_a_word_are_found = controls(
 
 
 def run_places(builds: Builds, result: str, *, seed: int, changes: Changes) -> None:
-    run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, seed=seed, changes=changes)
+    run_fused(builds, "ll", Elementwise("v + i"), ("float32", "sum"), result, seed=seed, changes=changes)
 
 
 PLACES = {

@@ -232,7 +232,7 @@ FAILURES = {
     ),
     "packet of an earlier launch": Change(
         "experts_dispatch.cuh",
-        "return FlagProtocol::has_arrived(packet, static_cast<u32>(launch.number));",
+        "return LLProtocol::has_arrived(packet, static_cast<u32>(launch.number));",
         "return packet.first >> 32 != 0;",
     ),
     "launch not counted": Change(

@@ -78,7 +78,7 @@ def run_long(
     machine = Machine(builds, 3)
     rig = packet_rig(machine, protocol, changes=changes, timeout_s=timeout_s)
     rig.start_at(seed)
-    if protocol == "flagged" and seed > 0:  # the round of numbers ends soon, and inboxes are wiped
+    if protocol == "ll" and seed > 0:  # the round of numbers ends soon, and inboxes are wiped
         rig.fill_with_old_flags(rng)
     calls = Calls(rig, rng, nap_us=1000)
     for batch in range(batches):
@@ -87,7 +87,7 @@ def run_long(
         if "short" in kinds:
             checks += [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
             checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
-        if protocol != "flagged":
+        if protocol != "ll":
             ways = zip(("long", "relayed"), BOTH, strict=True)
             checks += [calls.allreduce("float32", "sum", 5000, way) for kind, way in ways if kind in kinds]
             if "moves" in kinds:
@@ -110,11 +110,11 @@ def test_calls_with_one_stage_and_with_two_share_inboxes(builds: Builds) -> None
     run_both_stages(builds)
 
 
-PROTOCOLS: list[Protocol] = ["flagged", "sentinel"]
+PROTOCOLS: list[Protocol] = ["ll", "sentinel"]
 
 
 # Only flags have 30 bits of a number.
-@pytest.mark.parametrize(("protocol", "start"), [*(("flagged", start) for start in STARTS), ("sentinel", "2^32")])
+@pytest.mark.parametrize(("protocol", "start"), [*(("ll", start) for start in STARTS), ("sentinel", "2^32")])
 def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, protocol: Protocol, start: str) -> None:
     run_long(builds, protocol, seed=STARTS[start])
 
@@ -152,7 +152,7 @@ def test_all_words_of_the_data_need_escapes(builds: Builds) -> None:
 
 def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = packet_rig(machine, "flagged")
+    rig = packet_rig(machine, "ll")
     told = [arena.bytes[:8].view(np.uint64) for arena in rig.arenas]
     told[2][0] = mismatch = 3 << 56 | 11 << 32 | 1
     machine.failed[0].view(np.uint32)[0] = 1  # a wait of an earlier kernel of rank 0 has failed
@@ -178,10 +178,10 @@ SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
 ONE_SET = Change(WORKER, "((launch % 2) * x.stages + stage)", "(stage)")
 SHORT = ("short",)
 MISTAKES = {
-    "one set of inboxes": ("flagged", SHORT, ONE_SET),
+    "one set of inboxes": ("ll", SHORT, ONE_SET),
     "one set of inboxes of sentinels": ("sentinel", SHORT, ONE_SET),
-    "no wait for the last launch": ("flagged", SHORT, Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
-    "old flags not wiped": ("flagged", SHORT, Change("ll_flags.cuh", "wipe_flags(inboxes, launch);", ";")),
+    "no wait for the last launch": ("ll", SHORT, Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
+    "old flags not wiped": ("ll", SHORT, Change("ll_protocol.cuh", "wipe_flags(inboxes, launch);", ";")),
     "sentinels not put back": (
         "sentinel",
         ("long",),
@@ -223,7 +223,7 @@ FENCES = {
     ],
 }
 OF_TWO_HOPS = {name: ("sentinel", FENCES[name]) for name in ("not waited for", "a turn too seldom")}
-NO_BARRIER = {"barrier": ("flagged", 1, Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;"))}
+NO_BARRIER = {"barrier": ("ll", 1, Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;"))}
 
 
 def run_to_the_end_of_a_round(

@@ -91,7 +91,7 @@ class DeviceArena:
         self._segments = share_filled(node, backend, kind, _PURPOSE, layout.nbytes, layout.absent)
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = tuple(self._segments.pointers)
-        self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
+        self.ll = self._at(layout.ll, layout.ll_inbox_nbytes)
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
 
     def has(self, request: Request) -> bool:

@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.chunks.plan import serve_chunks, serve_r
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher, local_reduction_kernel
 from mpicomm.collectives.gpu.algorithms.direct.plan import BARRIER_KERNEL, serve_direct
 from mpicomm.collectives.gpu.algorithms.memory import Domain
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, Steps, flags_can_carry, packet_kernel
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, Steps, ll_can_carry, packet_kernel
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena, serve_any_length, serve_one_shot, serve_two_shot
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
@@ -77,7 +77,7 @@ def usual_kernels(reduction: Reduction | None, size: int, *, host_slots: bool) -
 
     if size == 1:
         return ()
-    moves = packets(None, "sentinel", "one"), packets(None, "flagged", "one"), packets(None, "sentinel", "few")
+    moves = packets(None, "sentinel", "one"), packets(None, "ll", "one"), packets(None, "sentinel", "few")
     if reduction is None:
         return *moves, BARRIER_KERNEL
     shards = size > 2  # then long reductions are in two shots
@@ -87,7 +87,7 @@ def usual_kernels(reduction: Reduction | None, size: int, *, host_slots: bool) -
         BARRIER_KERNEL,
         local_reduction_kernel(reduction),
         packets(reduction, "sentinel", "one"),
-        *[packets(reduction, "flagged", "one")] * flags_can_carry(reduction[0]),
+        *[packets(reduction, "ll", "one")] * ll_can_carry(reduction[0]),
         packets(reduction, "sentinel", "laps", fan_out=shards),
         *[packets(reduction, "sentinel", "one", fan_out=True)] * shards,
         *moves[1:],

@@ -47,10 +47,8 @@ class DeviceCountsTemplate(CallTemplate, KernelTemplate):
     ) -> None:
         self.words = str(signature)
         layout, own = domain.arena.layout, domain.team.arenas[domain.rank]
-        flagged, fences = layout.flagged_inboxes(own), own + layout.fences
-        self.arguments = arguments = kernels.DeviceCountsPacketArguments(
-            team=domain.team, flagged=flagged, fences=fences
-        )
+        inboxes, fences = layout.ll_inboxes(own), own + layout.fences
+        self.arguments = arguments = kernels.DeviceCountsPacketArguments(team=domain.team, ll=inboxes, fences=fences)
         self.early = domain.early
         arguments.team.tags[:] = [signature.hash32] * MAX_RANKS
         counts = arguments.device_counts

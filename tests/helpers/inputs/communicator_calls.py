@@ -391,7 +391,7 @@ def compile_reductions(comm: mpicomm.Communicator, names: Sequence[str]) -> None
     if comm.device == "cpu":
         return
     from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
-    from mpicomm.collectives.gpu.algorithms.packets.arguments import flags_can_carry, packet_kernel
+    from mpicomm.collectives.gpu.algorithms.packets.arguments import ll_can_carry, packet_kernel
     from tests.helpers.inputs.kernel_sources import compile_kernel
 
     capability = comm._session.gpu("compile_reductions").info.compute_capability
@@ -401,9 +401,9 @@ def compile_reductions(comm: mpicomm.Communicator, names: Sequence[str]) -> None
         for fan_out in (False, True):
             sentinel = partial(packet_kernel, pair, comm.size, "sentinel", fan_out=fan_out)
             variants += [sentinel("one"), sentinel("few"), sentinel("laps")]
-            if flags_can_carry(pair[0]):
-                flagged = partial(packet_kernel, pair, comm.size, "flagged", fan_out=fan_out)
-                variants += [flagged("one"), flagged("few")]
+            if ll_can_carry(pair[0]):
+                ll = partial(packet_kernel, pair, comm.size, "ll", fan_out=fan_out)
+                variants += [ll("one"), ll("few")]
     with ThreadPoolExecutor() as pool:
         mine = variants[comm.rank :: comm.size]
         for future in [pool.submit(compile_kernel, each.source, capability, each.options) for each in mine]:

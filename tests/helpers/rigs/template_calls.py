@@ -45,7 +45,7 @@ class Arena:
 
     def __init__(self, size: int, *, regions: bool) -> None:
         self.layout = ArenaLayout(size, 64)
-        self.flagged = Inboxes(tuple(rank << 41 for rank in range(1, size + 1)), self.layout.flagged_inbox_nbytes)
+        self.ll = Inboxes(tuple(rank << 41 for rank in range(1, size + 1)), self.layout.ll_inbox_nbytes)
         self.sentinels = Inboxes(tuple(rank << 42 for rank in range(1, size + 1)), self.layout.sentinel_inbox_nbytes)
         self._regions = regions
 

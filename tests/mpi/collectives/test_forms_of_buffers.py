@@ -264,8 +264,8 @@ def begin_after_with_old_flags(comm: Any, xp: Any, launch: int) -> None:
     head_and_flags = xp.ndarray((layout.sentinels,), np.uint8, xp.cuda.MemoryPointer(memory, 0))
     content = head_and_flags.get()
     launch_numbers.begin_after(launch, content, comm.size)
-    flagged = content[layout.flagged :]
-    flagged[:] = launch_numbers.old_flags(flagged.nbytes, np.random.default_rng(launch)).view(np.uint8)
+    inboxes = content[layout.ll :]
+    inboxes[:] = launch_numbers.old_flags(inboxes.nbytes, np.random.default_rng(launch)).view(np.uint8)
     head_and_flags.set(content)
     xp.cuda.runtime.deviceSynchronize()
     MPI.COMM_WORLD.Barrier()

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FENCES_NBYTES, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES as PACKET_SLOT_NBYTES
-from mpicomm.kernels.team import ARENA_HEADER_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes, Team
+from mpicomm.kernels.team import ARENA_HEADER_NBYTES, LINE_NBYTES, MAX_BLOCKS, LLInboxes, Team
 from mpicomm.sharing.segments import Mapped
 
 Range = tuple[int, int]
@@ -22,7 +22,7 @@ PARITIES = 2
 CHUNK_SLOTS = 2  # kSlots in exchange.cu; a test compares them
 ARRIVALS_NBYTES = MAX_BLOCKS * 8
 """The size of the arrival words of one peer for direct.cu, one for each block."""
-_FLAGGED_NBYTES = 2 << 20  # all inboxes of one stage and parity
+_LL_NBYTES = 2 << 20  # all inboxes of one stage and parity
 _SENTINEL_NBYTES = 9 << 20  # both stages together have laps for all 736 workers of a block between 2 ranks
 _MOST_LARGE_NBYTES = 32 << 20
 
@@ -62,9 +62,9 @@ class ArenaLayout:
         self.arrivals = ARENA_HEADER_NBYTES
         """The words that blocks of peers write when they arrive: see direct.cu."""
         inboxes = PARITIES * STAGES * size
-        self.flagged = self.arrivals + size * ARRIVALS_NBYTES
+        self.ll = self.arrivals + size * ARRIVALS_NBYTES
         """The inboxes of the LL protocol, for both parities, all stages and every rank."""
-        self.sentinels = self.flagged + inboxes * self.flagged_inbox_nbytes
+        self.sentinels = self.ll + inboxes * self.ll_inbox_nbytes
         """The inboxes of the sentinel protocol. They hold `ABSENT` at first; all other memory is zero."""
         self.escapes = self.sentinels + inboxes * self.sentinel_inbox_nbytes
         self.absent: Range = self.sentinels, self.escapes
@@ -83,9 +83,9 @@ class ArenaLayout:
         self.most_inbox_nbytes = self.inbox_nbytes(_MOST_LARGE_NBYTES)
 
     @cached_property
-    def flagged_inbox_nbytes(self) -> int:
+    def ll_inbox_nbytes(self) -> int:
         """The size of one inbox of the LL protocol. Half of it is data."""
-        return self.inbox_nbytes(_FLAGGED_NBYTES)
+        return self.inbox_nbytes(_LL_NBYTES)
 
     @cached_property
     def sentinel_inbox_nbytes(self) -> int:
@@ -101,9 +101,9 @@ class ArenaLayout:
         # Inboxes are whole cache lines, so round up before the cut.
         return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * whole_lines(nbytes) - 1).bit_length()))
 
-    def flagged_inboxes(self, arena: int) -> FlaggedInboxes:
+    def ll_inboxes(self, arena: int) -> LLInboxes:
         """Return the inboxes of the LL protocol in the arena at address ``arena``, as an argument for kernels."""
-        return FlaggedInboxes(arena + self.flagged, STAGES * self.size * self.flagged_inbox_nbytes)
+        return LLInboxes(arena + self.ll, STAGES * self.size * self.ll_inbox_nbytes)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Arena(Protocol):
     """The memory that each rank of a node opens to the kernels of all ranks."""
 
     layout: ArenaLayout
-    flagged: Inboxes
+    ll: Inboxes
     sentinels: Inboxes
 
     def has(self, request: Request) -> bool:

@@ -4,14 +4,14 @@
 // messages of up to some KiB.
 #pragma once
 
-#include "../../flag_protocol.cuh"
+#include "../../ll_protocol.cuh"
 #include "flags.cuh"
 
 namespace mpicomm {
 
 // The size of the slots for a message of `nbytes`.
 MPICOMM_DEVICE constexpr u64 packets_nbytes(u64 nbytes) {
-  return (nbytes + FlagProtocol::kUnitNbytes - 1) / FlagProtocol::kUnitNbytes * kPacketNbytes;
+  return (nbytes + LLProtocol::kUnitNbytes - 1) / LLProtocol::kUnitNbytes * kPacketNbytes;
 }
 
 // Returns the data of one packet. `nbytes` are left, and bytes beyond these are zero.
@@ -44,10 +44,10 @@ MPICOMM_DEVICE void send_packets(Group group, void* slots, const void* from, u64
   group.sync();  // a thread sends bytes that other threads of the group may have stored
   const u8* const data = static_cast<const u8*>(from);
   const u32 width = width_of(data);
-  const u64 stride = static_cast<u64>(group.size()) * FlagProtocol::kUnitNbytes;
-  for (u64 at = static_cast<u64>(group.number()) * FlagProtocol::kUnitNbytes; at < nbytes; at += stride) {
+  const u64 stride = static_cast<u64>(group.size()) * LLProtocol::kUnitNbytes;
+  for (u64 at = static_cast<u64>(group.number()) * LLProtocol::kUnitNbytes; at < nbytes; at += stride) {
     const Packet unit = load_packet_data(data + at, width, nbytes - at);
-    store_volatile(static_cast<Pair*>(slots) + at / FlagProtocol::kUnitNbytes, FlagProtocol::packet(unit, epoch));
+    store_volatile(static_cast<Pair*>(slots) + at / LLProtocol::kUnitNbytes, LLProtocol::packet(unit, epoch));
   }
 }
 
@@ -63,8 +63,8 @@ MPICOMM_DEVICE bool receive_packets(
   constexpr u32 kAtOnce = 4;
   u8* const data = static_cast<u8*>(to);
   const u32 width = width_of(data);
-  const u64 begin = static_cast<u64>(group.number()) * FlagProtocol::kUnitNbytes;
-  const u64 stride = static_cast<u64>(group.size()) * FlagProtocol::kUnitNbytes;
+  const u64 begin = static_cast<u64>(group.number()) * LLProtocol::kUnitNbytes;
+  const u64 stride = static_cast<u64>(group.size()) * LLProtocol::kUnitNbytes;
   bool come = true;
   for (u64 first = begin; first < nbytes; first += kAtOnce * stride) {
     Pair packets[kAtOnce];
@@ -74,11 +74,11 @@ MPICOMM_DEVICE bool receive_packets(
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
         const u64 at = first + i * stride;
-        if (at < nbytes) packets[i] = load_volatile(static_cast<const Pair*>(slots) + at / FlagProtocol::kUnitNbytes);
+        if (at < nbytes) packets[i] = load_volatile(static_cast<const Pair*>(slots) + at / LLProtocol::kUnitNbytes);
       }
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
-        if (first + i * stride < nbytes) all = all && FlagProtocol::has_arrived(packets[i], epoch);
+        if (first + i * stride < nbytes) all = all && LLProtocol::has_arrived(packets[i], epoch);
       }
       return all;
     };
@@ -87,7 +87,7 @@ MPICOMM_DEVICE bool receive_packets(
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
       const u64 at = first + i * stride;
-      if (at < nbytes) store_packet_data(data + at, FlagProtocol::unit(packets[i]), width, nbytes - at);
+      if (at < nbytes) store_packet_data(data + at, LLProtocol::unit(packets[i]), width, nbytes - at);
     }
   }
   return group.all(come);  // without the barrier a thread could read bytes that another thread has not stored yet

@@ -24,7 +24,7 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain
-from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, flags_can_carry, most_workers
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, ll_can_carry, most_workers
 from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry, ProtocolLimits, limits_of, sized_configs
 from mpicomm.collectives.gpu.decision import Chosen, Decision, names_for, usual_kernels
 from mpicomm.collectives.gpu.tuning import BUILT_IN, Tuning
@@ -58,8 +58,8 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
     limits = limits_of(reduction, node, to_all=operation.to_all)
     config = sized_configs(limits, node).of(nbytes)
     assert config is not None
-    assert (config.protocol == "flagged") == (nbytes <= limits.flagged)
-    assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
+    assert (config.protocol == "ll") == (nbytes <= limits.ll)
+    assert config.protocol == "sentinel" or dtype is None or ll_can_carry(dtype)
 
 
 @given(

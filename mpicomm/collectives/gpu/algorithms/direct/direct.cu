@@ -13,7 +13,7 @@
 // for the announcements of its peers before it stores parts and arrivals. Blocks of one rank do not
 // wait for each other.
 
-#include "ll_flags.cuh"
+#include "ll_protocol.cuh"
 #include "team.cuh"
 
 namespace mpicomm {
@@ -41,7 +41,7 @@ struct Direct {
   Cut going[kMaxRanks];        // to each rank
   Cut coming[kMaxRanks];       // from each rank
   u64 arrivals;                // the offset of arrival words in every arena
-  FlaggedInboxes flagged;
+  LLInboxes ll;
 };
 
 // The arrival word of this block in the arena of `owner`. `sender` stores the count of the launch
@@ -73,7 +73,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
   // This load comes before the first use of a load above, because the whole warp waits there.
   Health health;
   if (thread == kMaxRanks) health = load_health(team);
-  begin_round_of_flags(x.flagged, launch);
+  begin_round_of_flags(x.ll, launch);
   if (blockIdx.x == 0 && has_peer) announce_all_before(team, thread, launch);
   // After this barrier all threads have read the number of the launch, so count_launch may advance
   // it. Its stores arrive while the block waits for its peers. Before the announcement they would

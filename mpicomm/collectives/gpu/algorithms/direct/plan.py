@@ -12,7 +12,7 @@ from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, 
 from mpicomm.collectives.gpu.algorithms.memory import Domain, launch_tag
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import OPTIONS
-from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, PACKET_NBYTES, FlaggedInboxes, Team
+from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, PACKET_NBYTES, LLInboxes, Team
 from mpicomm.kernels.variant import Launch, Variant, u64
 
 # Constants and structures of direct.cu; a test compares them.
@@ -35,7 +35,7 @@ class DirectArguments(ctypes.Structure):
         ("going", Cut * MAX_RANKS),
         ("coming", Cut * MAX_RANKS),
         *u64("arrivals"),
-        ("flagged", FlaggedInboxes),
+        ("ll", LLInboxes),
     ]
 
 
@@ -94,8 +94,8 @@ class DirectLauncher(KernelTemplate, FormLauncher):
 
 def _arguments(domain: Domain) -> DirectArguments:
     layout = domain.arena.layout
-    flagged = layout.flagged_inboxes(domain.team.arenas[domain.rank])
-    return DirectArguments(team=domain.team, arrivals=layout.arrivals, flagged=flagged)
+    inboxes = layout.ll_inboxes(domain.team.arenas[domain.rank])
+    return DirectArguments(team=domain.team, arrivals=layout.arrivals, ll=inboxes)
 
 
 def barrier(domain: Domain, tag: int, *, after_copies: bool) -> Launch:

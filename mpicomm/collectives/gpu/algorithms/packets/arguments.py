@@ -10,7 +10,7 @@ from typing import Literal
 from mpicomm.collectives.packed import MOST_STRIDES
 from mpicomm.kernels.packing import LOOPS
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
-from mpicomm.kernels.team import MAX_RANKS, FlaggedInboxes, Team
+from mpicomm.kernels.team import MAX_RANKS, LLInboxes, Team
 from mpicomm.kernels.variant import Variant, u32, u64
 
 _SOURCE = Path(__file__).with_name("packets.cu")
@@ -23,9 +23,9 @@ QUANTIZED_OF_PACKET = 16
 """The quantized elements that a packet carries: ``kPartElements`` in wire_quantization.cuh."""
 STAGES = 2
 """The inboxes for one source and parity of calls with fan-out. Others need one."""
-UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
+UNIT_NBYTES = {"ll": 8, "sentinel": 16}
 """The bytes of data in a packet of each protocol: see packet_protocols.cuh."""
-_PROTOCOLS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
+_PROTOCOLS = {"ll": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
 _STEPS = {
     "one": ("-DMPICOMM_ONE_STEP",),
     "few": (),
@@ -35,8 +35,8 @@ _STEPS = {
 FEWEST_LAPS = 6
 """The fewest steps that an inbox must hold if a message has more steps; with rows one more: see packets.cu."""
 
-Protocol = Literal["flagged", "sentinel"]
-"""The kind of packets. "flagged": LL packets, which carry flags. "sentinel": packets without flags. See
+Protocol = Literal["ll", "sentinel"]
+"""The kind of packets. "ll": LL packets, which carry flags. "sentinel": packets without flags. See
 packet_protocols.cuh."""
 Steps = Literal["one", "few", "laps", "paced"]
 """The steps of a launch. "one": one step. "few": no more steps than inboxes hold. "laps": more steps. "paced": more
@@ -56,7 +56,7 @@ class PacketArguments(ctypes.Structure):
         *u32("steps", "laps", "sources", "targets", "paced", "stages"),
         ("inboxes", ctypes.c_uint64 * MAX_RANKS),
         *u64("inbox_nbytes"),
-        ("flagged", FlaggedInboxes),
+        ("ll", LLInboxes),
         *u64("fences"),
     ]
 
@@ -184,7 +184,7 @@ def wire_options(wire: str, *, moves: bool, quantizes_result: bool, same_to_all:
     return (f"-DMPICOMM_WIRE={wire}", *(f"-DMPICOMM_{name}" for name, wanted in flags.items() if wanted))
 
 
-def flags_can_carry(dtype: str) -> bool:
+def ll_can_carry(dtype: str) -> bool:
     """Return whether an element fits into a packet of the LL protocol."""
     return dtype != "complex128"
 

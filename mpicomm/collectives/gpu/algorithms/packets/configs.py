@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     UNIT_NBYTES,
     Protocol,
     carried_nbytes,
-    flags_can_carry,
+    ll_can_carry,
     most_workers,
     parts_of,
 )
@@ -106,7 +106,7 @@ def row_geometry(count: int, row_nbytes: int, most_blocks: int, size: int, *, fa
 class ProtocolLimits(NamedTuple):
     """The most bytes from one rank to another for which LL packets are the fastest, and for which sentinels fit."""
 
-    flagged: float
+    ll: float
     sentinel: float
 
 
@@ -114,13 +114,11 @@ def limits_of(reduction: Reduction | None, domain: Domain, *, to_all: bool) -> P
     """Return the limits of calls in which each rank sends to all and receives from all, or mostly does one of these."""
     # If a launch would reuse slots of inboxes, chunks are faster for data that only goes one way.
     sentinel = inf if to_all else domain.arena.layout.most_inbox_nbytes
-    if reduction is not None and not flags_can_carry(reduction[0]):
+    if reduction is not None and not ll_can_carry(reduction[0]):
         return ProtocolLimits(0, sentinel)
     # LL packets take less time for each message, and sentinel packets halve the traffic.
     fastest = 16 << 10 if reduction is not None else (96 << 10 if to_all else 192 << 10) // (domain.size - 1)
-    return ProtocolLimits(
-        min(carried_nbytes(domain.arena.flagged.nbytes, "flagged"), fastest * domain.link_speed), sentinel
-    )
+    return ProtocolLimits(min(carried_nbytes(domain.arena.ll.nbytes, "ll"), fastest * domain.link_speed), sentinel)
 
 
 @dataclass(frozen=True)
@@ -212,9 +210,9 @@ def sized_configs(
     """
     arena, layout, sentinels, size = domain.arena, domain.arena.layout, domain.arena.sentinels, domain.size
     most_units, geometries = geometries_of(domain.most_blocks, size, fan_out=fan_out, quantized=wire_format is not None)
-    most_flagged = limits.flagged if wire_format is None else 0
-    flag_nbytes, sentinel_nbytes = (
-        UNIT_NBYTES["flagged"],
+    most_ll = limits.ll if wire_format is None else 0
+    ll_nbytes, sentinel_nbytes = (
+        UNIT_NBYTES["ll"],
         wire_format.packet_nbytes if wire_format else UNIT_NBYTES["sentinel"],
     )
     room = sentinels.nbytes
@@ -230,16 +228,16 @@ def sized_configs(
 
     def config_of(nbytes: int) -> PacketConfig | None:
         # Every new call comes here.
-        if nbytes <= most_flagged:
-            kind, of_packet = 0, flag_nbytes
+        if nbytes <= most_ll:
+            kind, of_packet = 0, ll_nbytes
         else:
             of_packet, in_inbox = sentinel_nbytes, nbytes if wire_format is None else packed(nbytes)
             kind = 1 if in_inbox <= room else layout.large_inbox_nbytes(in_inbox)
         key = kind, bisect_left(most_units, -(-nbytes // of_packet))
         config = made.get(key)
         if config is None:
-            protocol: Protocol = "sentinel" if kind else "flagged"
-            inboxes = sentinels if kind else arena.flagged
+            protocol: Protocol = "sentinel" if kind else "ll"
+            inboxes = sentinels if kind else arena.ll
             if kind > 1:
                 # A request keeps its region, because the ranks set up another region only if no region is large enough.
                 request = large_inboxes(layout, packed(nbytes), stages)
@@ -251,7 +249,7 @@ def sized_configs(
         return config
 
     def memory(nbytes: int) -> Sequence[Request]:
-        is_large = nbytes > most_flagged and packed(nbytes) > room
+        is_large = nbytes > most_ll and packed(nbytes) > room
         return (large_inboxes(layout, packed(nbytes), stages),) if is_large else ()
 
     return Configs(config_of, memory)

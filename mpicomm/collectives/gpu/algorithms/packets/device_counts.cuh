@@ -11,7 +11,7 @@
 // old flags. So a slot is free when the inboxes of packets.cu are: see the top of packets.cu.
 #pragma once
 
-#include "flag_protocol.cuh"
+#include "ll_protocol.cuh"
 #include "team.cuh"
 
 namespace mpicomm {
@@ -84,7 +84,7 @@ struct CountSlots {
 // Stores a number as a packet of LL, and returns the number of such a packet.
 MPICOMM_DEVICE void store_number(Pair* slot, u64 number, u32 launch) {
   const Packet unit{{static_cast<u32>(number), static_cast<u32>(number >> 32), 0, 0}};
-  store_volatile(slot, FlagProtocol::packet(unit, FlagProtocol::flag(launch)));
+  store_volatile(slot, LLProtocol::packet(unit, LLProtocol::flag(launch)));
 }
 MPICOMM_DEVICE u64 number_in(const Pair& packet) { return packet.second << 32 | static_cast<u32>(packet.first); }
 
@@ -130,7 +130,7 @@ struct SentCounts {
 template <u32 ranks>
 struct Lengths {
   const Team& team;
-  const FlaggedInboxes& inboxes;
+  const LLInboxes& inboxes;
   const DeviceCounts& x;
   Messages& messages;
   u32 launch;
@@ -155,7 +155,7 @@ struct Lengths {
     Pair packet{};
     const auto absent = [&] {
       packet = load_volatile(slot);
-      return FlagProtocol::has_arrived(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
+      return LLProtocol::has_arrived(packet, LLProtocol::flag(launch)) ? 0u : 1u << peer;
     };
     if (!await_ranks(team, launch, absent)) return false;
     number = number_in(packet);

@@ -107,7 +107,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
     out[d] = reinterpret_cast<u64>(x.inboxes[peer]) + rank * x.inbox_nbytes + at;
     in[d] = reinterpret_cast<u64>(x.inboxes[rank]) + peer * x.inbox_nbytes + at;
     // Block 0 finds the length among the facts.
-    told[d] = reinterpret_cast<u64>(x.flagged.sets) +
+    told[d] = reinterpret_cast<u64>(x.ll.sets) +
         (blockIdx.x == 0 ? Slots::of_fact(peer, rank) : Slots::of_length(peer));
   }
   load_arguments(x);
@@ -125,13 +125,13 @@ MPICOMM_DEVICE void work(const Packets& x) {
     if (ok && at < sent[d]) units[d] = load_unit(from, width_of(from), at, sent[d]);
   }
   const u64 count = loads.last_launch + 1;
-  const u32 launch = static_cast<u32>(count), flag = FlagProtocol::flag(launch);
-  begin_round_of_flags(x.flagged, launch);
+  const u32 launch = static_cast<u32>(count), flag = LLProtocol::flag(launch);
+  begin_round_of_flags(x.ll, launch);
   // After this barrier the overseers know that slots are free, and all threads have read the number of the launch.
   if (!__syncthreads_and(ok)) return;
 
   // The choice between two values leaves a register more than a product with the parity, which would spill.
-  const u64 set = launch % 2 ? x.stages * kRanks * x.inbox_nbytes : 0, flagged_set = launch % 2 * x.flagged.nbytes;
+  const u64 set = launch % 2 ? x.stages * kRanks * x.inbox_nbytes : 0, ll_set = launch % 2 * x.ll.nbytes;
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) {
     if (at >= sent[d]) continue;
@@ -152,12 +152,12 @@ MPICOMM_DEVICE void work(const Packets& x) {
     u32 ranks = 0;
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      lengths[d] = load_volatile(moved_by(told[d], flagged_set));
+      lengths[d] = load_volatile(moved_by(told[d], ll_set));
       packets[d] = load_volatile(moved_by(in[d], set));
     }
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      const bool knows = FlagProtocol::has_arrived(lengths[d], flag);
+      const bool knows = LLProtocol::has_arrived(lengths[d], flag);
       if (!knows || (at < static_cast<u32>(lengths[d].first) && !Protocol::has_arrived(packets[d], {}))) {
         ranks |= 1u << rank_at(rank, d);
       }
@@ -220,7 +220,7 @@ MPICOMM_DEVICE_CALL void report_overflow(const Packets& x, u64 nbytes, u32 peer)
 // Whether all blocks lie in the buffer of `peer`, which has told that its blocks do not follow each other. If they do
 // not, it gives up. This rank sends `nbytes` to the peer, and all other lengths have come.
 MPICOMM_DEVICE_CALL bool fits_in_places(const Packets& x, u32 launch, u32 peer, u64 nbytes) {
-  const u64 set = reinterpret_cast<u64>(x.flagged.sets) + launch % 2 * x.flagged.nbytes;
+  const u64 set = reinterpret_cast<u64>(x.ll.sets) + launch % 2 * x.ll.nbytes;
   const auto load = [&](u32 source, u32 fact) { return load_volatile(moved_by(set, Slots::of_fact(source, fact))); };
   const u64 room = number_in(load(peer, Slots::kRoomFact)) >> 1;
   u64 needed = 0;
@@ -228,7 +228,7 @@ MPICOMM_DEVICE_CALL bool fits_in_places(const Packets& x, u32 launch, u32 peer, 
     Pair packet{};
     const auto absent = [&] {
       packet = load(peer, kRanks + source);
-      return FlagProtocol::has_arrived(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
+      return LLProtocol::has_arrived(packet, LLProtocol::flag(launch)) ? 0u : 1u << peer;
     };
     if (!await_ranks(x.team, launch, absent)) return false;
     const u64 length = source == x.team.rank ? nbytes : number_in(load(source, peer)), limit = number_in(packet);
@@ -244,7 +244,7 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   const Team& team = x.team;
   const u32 rank = team.rank, overseer = threadIdx.x - (blockDim.x - kOverseers);
   const bool has_peer = overseer < kRanks && overseer != rank;
-  const u64 flagged = x.flagged.sets - team.arenas[rank];  // the offset of the slots in each arena
+  const u64 ll_inboxes = x.ll.sets - team.arenas[rank];  // the offset of the slots in each arena
   const u64 room = x.device_counts.receive.room * x.device_counts.itemsize;
   load_arguments(x);
   wait_for_predecessor();
@@ -261,8 +261,8 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   OfEach sent;
   bool ok = loads.lengths(x, sent);
   if (!ok && overseer == 0) report_own_counts(x);
-  const u32 launch = static_cast<u32>(loads.last_launch + 1), flag = FlagProtocol::flag(launch);
-  begin_round_of_flags(x.flagged, launch);
+  const u32 launch = static_cast<u32>(loads.last_launch + 1), flag = LLProtocol::flag(launch);
+  begin_round_of_flags(x.ll, launch);
   if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
   const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };
   if (has_peer && is_behind()) {
@@ -276,8 +276,8 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   if (!__syncthreads_and(ok)) return;
   let_successor_start();
 
-  const u64 set = launch % 2 * x.flagged.nbytes;
-  const auto slots_of = [&](u32 owner) { return reinterpret_cast<u64>(team.arenas[owner]) + flagged + set; };
+  const u64 set = launch % 2 * x.ll.nbytes;
+  const auto slots_of = [&](u32 owner) { return reinterpret_cast<u64>(team.arenas[owner]) + ll_inboxes + set; };
   u32 mine = sent[0];  // to the rank of this lane
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) mine = overseer == rank_at(rank, d) ? sent[d] : mine;
@@ -299,7 +299,7 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   // also waits for the announcement of rank r. Pairs with `store_number` and `announce` of the peers.
   Pair lengths[kRanks]{}, its_room{}, from_there{};
   u32 announced = kSame;
-  const u64 slots = reinterpret_cast<u64>(x.flagged.sets) + set;
+  const u64 slots = reinterpret_cast<u64>(x.ll.sets) + set;
   const u64* const announcement = announcements(team, rank, overseer) + launch % 2;
   const auto absent = [&] {
     u32 ranks = 0;
@@ -315,11 +315,11 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
     }
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      if (!FlagProtocol::has_arrived(lengths[d], flag)) ranks |= 1u << rank_at(rank, d);
+      if (!LLProtocol::has_arrived(lengths[d], flag)) ranks |= 1u << rank_at(rank, d);
     }
     if (has_peer) {
       announced = compare_announcement(team, overseer, launch, word);
-      const bool knows = FlagProtocol::has_arrived(its_room, flag) && FlagProtocol::has_arrived(from_there, flag);
+      const bool knows = LLProtocol::has_arrived(its_room, flag) && LLProtocol::has_arrived(from_there, flag);
       if (announced == kAbsent || !knows) ranks |= 1u << overseer;
     }
     return ranks;

@@ -5,7 +5,7 @@
 
 #include "device_counts.cuh"
 #include "fences.cuh"
-#include "ll_flags.cuh"
+#include "ll_protocol.cuh"
 #include "rows.cuh"
 #if defined(MPICOMM_STRIDED)
 #include "strided.cuh"
@@ -38,7 +38,7 @@ struct Packets {
   u32 stages;   // the inboxes for one source and parity: 1 or 2, with fan-out 2
   u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the protocol of this kernel
   u64 inbox_nbytes;        // of one inbox
-  FlaggedInboxes flagged;
+  LLInboxes ll;
   Fences* fences;  // one for each block
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
   Finish finish;

@@ -146,7 +146,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   sent_counts.load(x.device_counts, overseer);
 #endif
 
-  begin_round_of_flags(x.flagged, launch);
+  begin_round_of_flags(x.ll, launch);
   if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
   bool ok = true;
   const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };
@@ -165,7 +165,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
 #if defined(MPICOMM_DEVICE_COUNTS)
-  const Lengths<kRanks> lengths{team, x.flagged, x.device_counts, m, launch, overseer};
+  const Lengths<kRanks> lengths{team, x.ll, x.device_counts, m, launch, overseer};
   if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.device_counts, m, overseer) && ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];

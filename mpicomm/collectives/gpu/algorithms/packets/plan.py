@@ -116,7 +116,7 @@ class PacketLauncher(KernelTemplate, FormLauncher):
 
     def _make_arguments(self, form: Form, domain: Domain, exchange: Exchange) -> None:
         size, own, layout = domain.size, domain.team.arenas[domain.rank], domain.arena.layout
-        given = {"team": domain.team, "flagged": layout.flagged_inboxes(own), "fences": own + layout.fences}
+        given = {"team": domain.team, "ll": layout.ll_inboxes(own), "fences": own + layout.fences}
         self._options: tuple[str, ...] = ()
         self._is_strided = any(form.gaps)
         if self._is_strided:
@@ -294,7 +294,7 @@ class PacketLauncher(KernelTemplate, FormLauncher):
             units = -(-units // LANES) * LANES
         steps = -(-units // (config.blocks * config.workers)) or 1
         laps = steps if units <= config.slots else config.laps
-        if steps > laps and (laps < kernels.FEWEST_LAPS + (config.row_nbytes > 0) or config.protocol == "flagged"):
+        if steps > laps and (laps < kernels.FEWEST_LAPS + (config.row_nbytes > 0) or config.protocol == "ll"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {config.inboxes.nbytes} bytes")
         return steps, laps
 
