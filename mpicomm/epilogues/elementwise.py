@@ -63,7 +63,8 @@ class Elementwise(Epilogue):
                 self.arrays[name] = operand
             else:
                 self._numbers[name] = number
-        numbers = [(name, type(number), number) for name, number in self._numbers.items()]
+        # As text, because 0.0 and -0.0 are equal, and so are 1 and 1.0, but results differ.
+        numbers = [(name, repr(number)) for name, number in self._numbers.items()]
         self.constants = expression, *numbers, *self.arrays
 
     def __repr__(self) -> str:

@@ -61,7 +61,7 @@ class Norm(Epilogue):
             raise InvalidUsageError(f"scale_layout={layout!r} of {name}: use one of {', '.join(_LAYOUTS)}")
         if layout != "linear" and scales is None:
             raise InvalidUsageError(f"scale_layout={layout!r} of {name} is for scales: pass scales")
-        self.constants = name, self.eps, self.scale, layout, *self.arrays
+        self.constants = name, self.eps, repr(self.scale), layout, *self.arrays  # scale as text: 0.0 and -0.0 are equal
 
     def __repr__(self) -> str:
         return f"{self.name}(..., eps={self.eps})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ml_dtypes")
 
-from mpicomm.epilogues import layer_norm, rms_norm
+from mpicomm.epilogues import Elementwise, Epilogue, layer_norm, rms_norm
 from mpicomm.epilogues.block_scaled import GROUPS, LARGEST, QuantizedFormat, quantize, scales_of
 from mpicomm.mpi.arguments import parse
 from tests.helpers.references.reductions import dtype_named
@@ -39,6 +40,16 @@ def test_a_kernel_for_aligned_arrays_gets_no_others() -> None:
     assert not is_for_aligned(weight_at=516)
     assert not is_for_aligned(output_at=(1 << 20) + 8)
     assert not is_for_aligned(count=6)  # rows of 24 bytes
+
+
+ONES = np.ones(8, np.float32)
+SCALED = [lambda scale: Elementwise("v * scale", scale=scale), lambda scale: rms_norm(ONES, ONES, scale=scale)]
+
+
+@pytest.mark.parametrize("make", SCALED)
+def test_calls_with_zeros_of_different_signs_share_no_plan(make: Callable[[float], Epilogue]) -> None:
+    """The numbers are equal, but the results have other bits."""
+    assert make(0.0).constants == make(0.0).constants != make(-0.0).constants
 
 
 @given(
