@@ -25,13 +25,13 @@ logging.addLevelName(TRACE, "TRACE")
 
 logger = logging.getLogger("mpicomm")
 
-slow_way_listeners: list[Callable[[str], None]] = []
-"""They get the reason of every call that takes a slow way, also if the log has named the reason before."""
+slow_path_listeners: list[Callable[[str], None]] = []
+"""Called with the reason for every call that takes a slow path, also if the log has named the reason before."""
 
 
-def report_slow_way(reason: str) -> None:
-    """Call the listeners with the reason for which the call of this thread takes a slow way. Local."""
-    for listener in slow_way_listeners:
+def report_slow_path(reason: str) -> None:
+    """Tell the listeners why the call of this thread takes a slow path. Local."""
+    for listener in slow_path_listeners:
         listener(reason)
 
 

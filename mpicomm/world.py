@@ -21,7 +21,7 @@ from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.window import Win
 from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.buffers import array_of, read
-from mpicomm.mpi.host_calls import announce
+from mpicomm.mpi.host_calls import log_host_staging
 from mpicomm.mpi.request_lists import replace
 from mpicomm.session import Session
 
@@ -143,7 +143,7 @@ def _on_copies(method: Callable[..., Any], given: dict[str, Any], on_device: lis
 
     world = MPI.COMM_WORLD
     assert isinstance(world, Wrapped)
-    announce(method.__name__, "only MPI has the call")
+    log_host_staging(method.__name__, "only MPI has the call")
     return on_host_copies(on_copies, method.__name__, given, buffers, world._gpu(method.__name__))
 
 

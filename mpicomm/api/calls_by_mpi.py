@@ -27,10 +27,10 @@ from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.doctor_rows import probe, receiving, recv_object, sending, sendrecv_object
-from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
+from mpicomm.mpi.host_calls import NEEDS_MPI, HostCopies, log_host_staging, require_no_capture
 from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.request_lists import replace
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest, ProgressThread
 from mpicomm.mpi.spec import require_host_addresses
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _through_host(cls: type, method: Method, given: dict[str, Any], on_device: l
     backend = called._gpu(operation)
     if operation in ("Attach_buffer", "Iagree"):
         return refuse(method, given, on_device)
-    announce(operation, "only MPI has the call")
+    log_host_staging(operation, "only MPI has the call")
     if operation in ("Psend_init", "Precv_init"):
         call = functools.partial(getattr(cls, operation), called)
         return PartitionedRequest.prepare(operation, call, given, backend)
@@ -181,7 +181,7 @@ def on_host_copies(
     """Call ``call`` with the arguments ``given``, after host copies have replaced the device arrays. Blocking."""
     copies, arguments = _copies(operation, given, buffers, backend)
     result = call(**arguments)
-    copies.back()
+    copies.copy_back()
     return result
 
 
@@ -194,13 +194,13 @@ def _copies(
     """
     arrays = [array_of(given[name]) for name in buffers if is_on_device(given.get(name))]
     stream = backend.stream(None, arrays[0])
-    require_no_graph(operation, backend, stream, BY_MPI)
+    require_no_capture(operation, backend, stream, NEEDS_MPI)
     copies, arguments = HostCopies(backend, stream), dict(given)
     for name in buffers:
         if name in given:
             writable = name in _RECEIVE_BUFFERS or (name == "buf" and operation in _RECEIVE_INTO_BUF)
-            arguments[name] = copies.spec(given[name], writable=writable, name=name)
-    copies.ready()
+            arguments[name] = copies.stage(given[name], writable=writable, name=name)
+    copies.wait()
     return copies, arguments
 
 
@@ -215,16 +215,16 @@ def _start(
 
     def finish() -> None:
         if status is None or not status.Is_cancelled():
-            copies.back()
+            copies.copy_back()
 
     work = DeferredRequest.of(lambda: request.Test(status), finish, status, request.Cancel)
     work.kept = (copies, given)
-    return _completer().add(work, backend.prepare_thread)
+    return _progress_thread().add(work, backend.prepare_thread)
 
 
 @functools.cache
-def _completer() -> Completer:
-    return Completer()  # not at import, because it asks MPI
+def _progress_thread() -> ProgressThread:
+    return ProgressThread()  # not at import, because it asks MPI
 
 
 class HostStaging(Wrapped, MPI.Intracomm):

@@ -202,7 +202,7 @@ class Communicator(
 
     _row = Lazy(lambda comm: comm._session.row.words)
     _collectives = Lazy(lambda comm: Dispatcher(comm, comm._session))
-    _starts_on = Lazy(lambda comm: comm._collectives.starts_on())
+    _nonblocking_comm = Lazy(lambda comm: comm._collectives.nonblocking_comm())
     _in_stream_order = Lazy(lambda comm: partial(in_stream_order.exchange, comm._collectives.engines))
     _products = Lazy(lambda comm: Products(comm._collectives, comm._session))
 
@@ -210,7 +210,7 @@ class Communicator(
     def _plain(self) -> dict[str, FastPathCheck]:
         # Many duplicates carry a few small calls of the host, which need no dispatcher.
         placement = self._session.placement
-        return self._collectives.at_once if needs_votes(placement) else checks_of(placement)
+        return self._collectives.fast_path if needs_votes(placement) else checks_of(placement)
 
     @Lazy
     def _messages(self) -> Messages:
@@ -338,7 +338,7 @@ class Communicator(
     def stats(self) -> Statistics:
         """Return the number, bytes and times of this rank's calls of this communicator so far. Local.
 
-        ``rows`` has an entry for each operation, size class and algorithm. ``slow_ways`` has the slow ways that calls
+        ``rows`` has an entry for each operation, size class and algorithm. ``slow_ways`` has the slow paths that calls
         took. ``print(comm.stats())`` shows both as tables. Device times are times of finished calls, and `check` waits
         for calls. Raises `InvalidUsageError` if the program was started without MPICOMM_STATS and MPICOMM_TRACE.
         """

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.activity.page import begin_mpi_call, mpi_call_number, page
 from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
 from mpicomm.cluster.process import ranks_in_world
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.session import Session
 
 if TYPE_CHECKING:

@@ -33,11 +33,11 @@ class Internals:
         return None if self._session.tracer is not None else self._engines.gpu
 
     def disable_votes(self) -> None:
-        """Make no votes, because all ranks pass the same kind of memory in each call, as PyTorch requires.
+        """Skip the votes, because all ranks pass the same kind of memory in each call, as PyTorch requires.
 
         A client that enqueues plans of the cache calls this before its first collective, because it makes no votes.
         """
-        self._comm._collectives.expect_alike()
+        self._comm._collectives.disable_votes()
 
     def register_stream(self, what: str, stream: int) -> SideStreams:
         """Declare a stream that lasts as long as the process. Return the marks that order it beside other streams.

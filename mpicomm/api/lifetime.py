@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 
 Part = TypeVar("Part")
 _lock = threading.RLock()

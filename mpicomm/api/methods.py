@@ -82,7 +82,7 @@ def _body(row: Operation, form: int) -> list[str]:
         asked += ["epilogue is not None", "operands"]
         epilogue = "as_epilogue(epilogue, operands)"
     with_options = f"{fields}, {epilogue}, {'as_wire(wire_dtype)' if row.quantizable else 'None'}"
-    lines = ["    if order != 'auto':", "        op = self._collectives.in_order(row, op, order)"] * row.tree
+    lines = ["    if order != 'auto':", "        op = self._collectives.ordered_op(row, op, order)"] * row.tree
     if form == 2:
         return [
             *lines,
@@ -97,7 +97,7 @@ def _body(row: Operation, form: int) -> list[str]:
         checked = ", ".join([send, receive, *[op] * (row.reduces or has_both), *[root] * has_both])
         has_recvcounts = " and recvcounts is not None" * (row.send == "by_recvcounts")
         given = ", ".join(row.arguments)
-        call = f"mpi({('self', 'self._starts_on')[form]}, {given})"
+        call = f"mpi({('self', 'self._nonblocking_comm')[form]}, {given})"
         if form == 1 and row.name not in _KEPT_BY_MPI4PY:  # MPI uses the buffers until the request is complete
             call = f"holding({call}, ({given}))"
         name = row.methods[form]
@@ -109,7 +109,7 @@ def _body(row: Operation, form: int) -> list[str]:
             "        try:",
             f"            return {call}",
             "        except REFUSALS as error:",
-            f"            return self._collectives.again(error, row, Arguments({fields}), {form})",
+            f"            return self._collectives.retry(error, row, Arguments({fields}), {form})",
         ]
     return [*lines, f"    return {run}({fields}, None, None))"]
 

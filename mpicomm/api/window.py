@@ -14,7 +14,7 @@ from mpicomm.api.topologies import of_all
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.arguments import is_on_device
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.session import Session
 from mpicomm.windows.memory import (
     BYTES,

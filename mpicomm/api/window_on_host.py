@@ -16,7 +16,7 @@ from mpicomm.kernels.reductions import is_custom
 from mpicomm.kernels.window import MOVING
 from mpicomm.mpi.arguments import is_on_device, refuse_stream
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.mpi.types import is_covered, is_narrow
 from mpicomm.windows.buffers import as_pairs, elements_of, name_of, target_elements, update_of

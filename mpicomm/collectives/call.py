@@ -23,7 +23,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
+from mpicomm.mpi.arguments import Operand, Span, parse, require_disjoint
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.device_counts import DeviceCounts, read_device_counts
 from mpicomm.mpi.host_calls import for_mpi
@@ -266,7 +266,7 @@ class Call:
         if sent is not arguments.send or received is not arguments.receive:
             self.arguments = arguments._replace(send=sent, receive=received)
         if send is not None and receive is not None:
-            require_separate(send, receive, reduction=operation.reduces)
+            require_disjoint(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer
             # The caller passed the same memory twice, or two empty buffers. Open MPI refuses these in Reduce_init.
             if same and bool(send.total) == bool(receive.total):

@@ -14,7 +14,7 @@ from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, overlaps
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.layout import Elements
 from mpicomm.mpi.spec import Shape
 

@@ -22,7 +22,7 @@ from mpicomm.collectives.packed import blocks_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, Span
-from mpicomm.mpi.layout import Elements, run_of, together
+from mpicomm.mpi.layout import Elements, byte_run, concat
 from mpicomm.mpi.spec import typed_blocks
 
 
@@ -160,7 +160,7 @@ def blocks_for_ranks(
 def _blocks_of_ranks(operand: Operand, numbers: Sequence[Sequence[int]], blocks: int) -> list[list[Elements]]:
     """Return the blocks of each rank, as ``numbers`` lists them."""
     elements = [
-        Elements(block.pointer, run_of(block.count)) if isinstance(block, Span) else block
+        Elements(block.pointer, byte_run(block.count)) if isinstance(block, Span) else block
         for block in blocks_of(operand, blocks)
     ]
     return [[elements[number] for number in of_rank] for of_rank in numbers]
@@ -169,7 +169,7 @@ def _blocks_of_ranks(operand: Operand, numbers: Sequence[Sequence[int]], blocks:
 def _joined(base: int, blocks: Sequence[Sequence[Elements]]) -> list[Elements]:
     """Return the blocks of each rank as one block."""
     # Ranks that get the same blocks, as in an all-gather, have one layout, so a kernel packs these blocks once.
-    made = {tuple(of_rank): together((block.address - base, block.layout) for block in of_rank) for of_rank in blocks}
+    made = {tuple(of_rank): concat((block.address - base, block.layout) for block in of_rank) for of_rank in blocks}
     return [Elements(base, made[tuple(of_rank)]) for of_rank in blocks]
 
 

@@ -22,7 +22,7 @@ from mpicomm.kernels import packing
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand, Span
-from mpicomm.mpi.layout import DatatypeLayout, Elements, layout_of, run_of
+from mpicomm.mpi.layout import DatatypeLayout, Elements, byte_run, layout_of
 from mpicomm.mpi.regions import Region, at_blocks, rounds_of
 
 _ALIGNED_NBYTES = 256
@@ -178,8 +178,8 @@ def _packed(
         contiguous = [block for block in blocks if isinstance(block, Span)]
         return contiguous, (), [None] * len(contiguous), begin
     layouts = [each.layout for each in elements]
-    gaps = [None if layout.is_run or not strided else Gaps.of(layout) for layout in layouts]
-    described = all(each or layout.is_run for each, layout in zip(gaps, layouts, strict=True))
+    gaps = [None if layout.is_contiguous or not strided else Gaps.of(layout) for layout in layouts]
+    described = all(each or layout.is_contiguous for each, layout in zip(gaps, layouts, strict=True))
     if described and sum(len(each.regions) for each in {*gaps} if each) <= _MOST_OF_BUFFER:
         firsts = [layout.regions[0].offset if layout.regions else 0 for layout in layouts]
         starts = (each.address + first for each, first in zip(elements, firsts, strict=True))
@@ -224,7 +224,7 @@ def table_of_element(layout: DatatypeLayout) -> packing.PackTable:
 
 def table_of_blocks(displs: Sequence[int], nbytes: Sequence[int]) -> packing.PackTable:
     """Return the table of blocks with these displacements and bytes, which are packed one after the other. Local."""
-    return table_of_jobs([PackJob(0, DatatypeLayout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
+    return table_of_jobs([PackJob(0, DatatypeLayout(at_blocks(byte_run(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
 
 
 def table_of_jobs(jobs: Iterable[PackJob]) -> packing.PackTable:

@@ -1,10 +1,10 @@
-"""Dispatch: who carries out each collective call of one communicator, and three forms in which a caller waits for it.
+"""Dispatcher: chooses the carrier of each collective call: GPUs, mapped host memory, or MPI.
 
 Kernels carry out collectives on device arrays. Between peer domains an engine of room `domains` moves the data. Host
 arrays go through mapped memory if mapped memory is faster than MPI, or if MPI lacks the element type or the operation.
 Otherwise host arrays go to MPI itself, and so do all collectives of neighbours on host arrays. All other calls on
-device arrays go through pinned host copies and MPI. `mpicomm.dispatch.location_votes` has the rule of the location, and
-says why all ranks choose alike.
+device arrays go to MPI on pinned host copies. `mpicomm.dispatch.location_votes` says how all ranks find the same
+location, and so the same carrier.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from mpicomm.collectives.host.selection import FastPathCheck, mpi_fast_path, wit
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.dispatch.engines import Engines
 from mpicomm.dispatch.location_votes import LocationVotes
-from mpicomm.dispatch.reader import ByMpi, Reader
+from mpicomm.dispatch.reader import MpiCarrier, Reader
 from mpicomm.dispatch.rewrites import (
     Rewrite,
-    as_packed,
-    copied,
-    on_copies,
-    on_pinned,
-    quantized,
+    apply_epilogue,
+    copy_to_host,
+    pack,
+    quantize,
+    stage_device_arrays,
+    stage_host_arrays,
     start_exchange,
-    with_epilogue,
 )
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import require_here
+from mpicomm.mpi.arguments import require_same_device
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 
 
 def checks_of(placement: Placement) -> dict[str, FastPathCheck]:
-    """Return the checks of the calls that methods hand to MPI if the ranks need no votes. Local."""
+    """Return the checks of the calls that go straight to MPI if the ranks need no votes. Local."""
     ordered = placement.here.reductions == "ordered"
     return mpi_fast_path(len(placement.places), placement.rank, len(placement.nodes), ordered=ordered)
 
@@ -63,17 +63,19 @@ class Dispatcher:
         self._votes = votes = LocationVotes(comm, session, engines)
         self._vote = votes.vote_for_gpus if votes.are_needed else None
         self._reader = reader = Reader(comm, session)
-        self.in_order = reader.in_order
-        self._mpi = by_mpi = ByMpi(comm, reader, votes)
-        self.again = by_mpi.again
-        """Carries out a call whose arguments mpi4py has refused, or raises: see `ByMpi.again`."""
+        self.ordered_op = reader.ordered_op
+        self._mpi = mpi = MpiCarrier(comm, reader, votes)
+        self.retry = mpi.retry
+        """Carries out a call whose arguments mpi4py has refused, or raises: see `MpiCarrier.retry`."""
         self._ordered = placement.here.reductions == "ordered"
-        self._plain = checks = checks_of(placement)
-        self.at_once = with_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
-        """The checks of the calls that methods hand to MPI. If one fails, the method calls `run` or `start`."""
-        self.starts_on = partial(votes.comm, ALLREDUCE)
-        """Returns the communicator on which MPI starts the calls of `at_once`."""
-        # What the checks have found out meanwhile, for the call of `run` or `start` that follows.
+        self._unvoted_fast_path = checks = checks_of(placement)
+        self.fast_path = checks
+        if votes.are_needed:
+            self.fast_path = with_votes(checks, self._agree_on_host, self._may_start_on_host)
+        """For each method, whether a call goes straight to MPI. If not, the method calls `run` or `start`."""
+        self.nonblocking_comm = partial(votes.comm_for, ALLREDUCE)
+        """Returns the communicator for nonblocking calls that go straight to MPI."""
+        # What the votes of a check have told, for the call of `run` or `start` that follows.
         self._joins = False
         self._voted = 0
 
@@ -81,7 +83,7 @@ class Dispatcher:
         """Carry out a blocking collective; on device arrays, enqueue it."""
         votes, joins = self._votes, self._joins
         if votes.queue:
-            votes.settle()
+            votes.drain()
         gpu = self.engines.gpu
         if gpu and not joins and type(given[1]) is not ndarray:  # no call into a host array is known
             known = gpu.find(operation, algorithm, *given)
@@ -89,13 +91,13 @@ class Dispatcher:
                 gpu.enqueue(known, stream, given[0], given[1], blocking=True, vote=self._vote)
                 return
         arguments = Arguments._make(given)
-        plain = not joins and self._is_plain(operation, operation.name, arguments, stream, algorithm)
-        if plain and votes.agree(operation) == "host":
+        certain = not joins and self._is_for_mpi(operation, operation.name, arguments, stream, algorithm)
+        if certain and votes.agree(operation) == "host":
             self._mpi.call(operation, arguments, 0)
             return
         self._joins = False
-        call = self._reader.look(operation, arguments, algorithm, stream)
-        call = self._reader.placed(call, "gpu") if joins or plain else self._located(call, blocking=True)
+        call = self._reader.read(operation, arguments, algorithm, stream)
+        call = self._reader.at_location(call, "gpu") if joins or certain else self._locate(call, blocking=True)
         self._post(call, blocking=True)
 
     def start(self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...]) -> MPI.Request:
@@ -107,11 +109,11 @@ class Dispatcher:
                 request = gpu.start(known, stream, given[0], given[1], self._vote)
         if request is None:
             arguments, number, self._voted = Arguments._make(given), self._voted, 0
-            if not number and not self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
-                begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
+            if not number and not self._is_for_mpi(operation, operation.nonblocking, arguments, stream, algorithm):
+                begun = self._start(self._reader.read(operation, arguments, algorithm, stream))
             elif votes.are_needed:
                 number = number or votes.vote(operation, on_host=True)
-                begun = votes.start(number, partial(self._begin_plain, operation, arguments), "host")
+                begun = votes.start(number, partial(self._begin_by_mpi, operation, arguments), "host")
             else:
                 begun = self._mpi.call(operation, arguments, 1)
             if not isinstance(begun, DeferredRequest):
@@ -127,11 +129,11 @@ class Dispatcher:
         """Return a persistent collective."""
         if self._votes.queue:
             # Started calls of neighbours go over the same communicator of MPI, which matches its calls by their order.
-            self._votes.settle()
-        call = self._reader.look(operation, arguments, algorithm, stream)
+            self._votes.drain()
+        call = self._reader.read(operation, arguments, algorithm, stream)
         if call.on_device and not call.needs_mpi:
             self._votes.vote(operation, on_host=False)
-        return self._prepare(self._located(call, blocking=False), info)
+        return self._prepare(self._locate(call, blocking=False), info)
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks have come here."""
@@ -145,75 +147,73 @@ class Dispatcher:
         engine = self.engines.on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
-    def expect_alike(self) -> None:
-        """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
-        self._votes.are_needed, self._vote, self.at_once = False, None, self._plain
+    def disable_votes(self) -> None:
+        """Skip the votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
+        self._votes.are_needed, self._vote, self.fast_path = False, None, self._unvoted_fast_path
 
     # The location of a call, and its carrier there.
 
-    def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
-        """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
+    def _is_for_mpi(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
+        """Return whether MPI carries a call on host arrays out, without an exchange of counts before. Local."""
         if algorithm != "auto" or stream is not None or given.epilogue is not None or given.wire is not None:
             return False
-        told = operation.send != "by_recvcounts" or given.counts is not None
-        return told and self._plain[method](given.send, given.receive, given.op, given.root)
+        has_counts = operation.send != "by_recvcounts" or given.counts is not None
+        return has_counts and self._unvoted_fast_path[method](given.send, given.receive, given.op, given.root)
 
-    def _is_on_host(self, operation: Operation) -> bool:
-        """Vote in a call on host arrays; return whether it is on the host. Blocking."""
+    def _agree_on_host(self, operation: Operation) -> bool:
+        """Vote in a call on host arrays; return whether all ranks have host arrays. Blocking."""
         self._joins = self._votes.agree(operation) == "gpu"
         return not self._joins
 
-    def _starts_on_host(self, operation: Operation) -> bool:
-        """As `_is_on_host`, for a start: vote, and return whether the call is known to be on the host. Local."""
-        self._voted = self._votes.vote_and_look(operation)
+    def _may_start_on_host(self, operation: Operation) -> bool:
+        """As `_agree_on_host`, for a start, which waits for no votes: return whether the host is certain. Local."""
+        self._voted = self._votes.vote_and_poll(operation)
         return not self._voted
 
-    def _located(self, call: Call, *, blocking: bool) -> Call:
-        """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
-        place: CallLocation = "gpu" if call.on_device else "host"
+    def _locate(self, call: Call, *, blocking: bool) -> Call:
+        """Vote, wait for the votes of all ranks, and return the call at its location. Collective, blocking."""
+        location: CallLocation = "gpu" if call.on_device else "host"
         if call.needs_mpi:
             self._votes.vote(call.operation, on_host=True)
         elif not call.on_device:
             name, time_out = call.operation.name, None
             # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
-            if blocking and self._carrier(call, blocking=True) not in ("mpi", on_copies):
+            if blocking and self._carrier(call, blocking=True) not in ("mpi", stage_device_arrays):
 
                 def time_out(late: list[int]) -> None:
                     self.engines.on_host(name).time_out(call.signature, late)
 
-            place = self._votes.agree(call.operation, time_out)
-        return self._reader.placed(call, place)
+            location = self._votes.agree(call.operation, time_out)
+        return self._reader.at_location(call, location)
 
     def _carrier(self, call: Call, *, blocking: bool) -> Literal["gpu", "mpi", "mapped", "exchange"] | Rewrite:
-        """Return who carries a call out at its location, or the function that turns it into a simpler call. Local.
+        """Return the carrier of a call at its location, or the function that rewrites it as a simpler call. Local.
 
         The answer depends only on facts that all ranks share, so that no rank waits elsewhere for the others.
         """
         if call.on_device and call.dtype is not None and call.algorithm != "mpi":
-            return on_pinned if call.host_operands else "gpu"
+            return stage_host_arrays if call.host_operands else "gpu"
         if call.device_array is not None:
-            return on_copies
+            return stage_device_arrays
         if call.epilogue is not None:
-            return with_epilogue
+            return apply_epilogue
         if call.wire is not None:
-            return quantized
+            return quantize
         moves = not (call.operation.reduces or call.operation.of_neighbors or call.operation.send == "typed")
         if (
             moves
             and call.algorithm not in ("auto", "mpi")
             and any(each.dtype is None and each.mpi_type is not None for each in call.operands)
         ):
-            return as_packed
+            return pack
         if selection.goes_to_mpi(call, self._size, self._nodes, blocking=blocking, ordered=self._ordered):
             return "mpi"
         return "mapped" if blocking else "exchange"
 
-    # A call at its location.
-
     def _post(self, call: Call, *, blocking: bool) -> MPI.Request | None:
         """Carry out a call at its location, or enqueue it. Collective.
 
-        When this returns, a ``blocking`` call is over, or in the order of its stream. The answer is None then.
+        A ``blocking`` call returns None once it is finished (host) or enqueued (stream).
         """
         carrier = self._carrier(call, blocking=blocking)
         begun: MPI.Request | None = None
@@ -229,7 +229,7 @@ class Dispatcher:
         elif carrier == "mpi":
             begun = self._mpi.call(call.operation, call.arguments, 0 if blocking else 1)
         elif carrier == "exchange":
-            begun = self._deferred(*start_exchange(call, self._votes.comm(call.operation), self._session))
+            begun = self._deferred(*start_exchange(call, self._votes.comm_for(call.operation), self._session))
         else:
             engines = self.engines
             if engines.tracer is not None:
@@ -247,7 +247,7 @@ class Dispatcher:
         session.require_gpu(operation.name)  # before anything looks at device memory
         session.set_up(operation.name)
         for operand in call.operands:
-            require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
+            require_same_device(f"{operation}: {operand.name}", operand.device, session.backend.device)
         session.require_usable(operation.name)
         if not (call.has_voted or call.joins):
             self._votes.vote(operation, on_host=False)  # first, because ranks with host arrays take part in the set-up
@@ -267,9 +267,9 @@ class Dispatcher:
     def _deferred(
         self, done: Callable[[], bool], finish: Callable[[], None], *, uses_device: bool = False
     ) -> DeferredRequest:
-        """Return the request of work that MPI does until ``done``, and that ``finish`` ends on this rank."""
+        """Return the request of a call that MPI carries out until ``done``, and that ``finish`` completes."""
         prepare_thread = self._session.backend.prepare_thread if uses_device else None
-        return self._votes.completer.add(DeferredRequest.of(done, finish), prepare_thread)
+        return self._votes.progress_thread.add(DeferredRequest.of(done, finish), prepare_thread)
 
     def _start(self, call: Call) -> MPI.Request:
         votes, number = self._votes, 0
@@ -277,26 +277,26 @@ class Dispatcher:
         if not call.on_device or call.needs_mpi:
             number = votes.vote(call.operation, on_host=True)
             if call.needs_mpi:
-                call, number = self._reader.placed(call, here), 0
+                call, number = self._reader.at_location(call, here), 0
         elif votes.queue:
             device = self._session.gpu(call.operation.name)
             # The thread in which its turn comes may have another current stream.
             call.stream = device.stream(call.stream, call.device_array)
             if device.is_capturing(call.stream):
-                votes.settle()
+                votes.drain()
             else:
                 votes.vote(call.operation, on_host=False)
                 call.has_voted = True
         return votes.start(number, partial(self._begin, call), here)
 
-    def _begin(self, call: Call, place: CallLocation) -> MPI.Request:
-        begun = self._post(self._reader.placed(call, place), blocking=False)
+    def _begin(self, call: Call, location: CallLocation) -> MPI.Request:
+        begun = self._post(self._reader.at_location(call, location), blocking=False)
         assert begun is not None
         return begun
 
-    def _begin_plain(self, operation: Operation, arguments: Arguments, place: CallLocation) -> MPI.Request:
-        if place == "gpu":
-            return self._begin(self._reader.look(operation, arguments, "auto", None), place)
+    def _begin_by_mpi(self, operation: Operation, arguments: Arguments, location: CallLocation) -> MPI.Request:
+        if location == "gpu":
+            return self._begin(self._reader.read(operation, arguments, "auto", None), location)
         begun: MPI.Request = self._mpi.call(operation, arguments, 1)
         return begun
 
@@ -305,16 +305,16 @@ class Dispatcher:
         if stream is not None and call.device_array is not None:
             self._session.gpu(operation.name).stream(stream, call.device_array)  # raises for what is no stream
         carrier = self._carrier(call, blocking=False)
-        if carrier == on_copies:  # the other ranks have MPI's request
-            copies, made = copied(self._reader, call)
-            prepared = self._prepare(self._reader.call(operation, made, algorithm), info)
+        if carrier == stage_device_arrays:  # the other ranks have MPI's request
+            copies, made = copy_to_host(self._reader, call)
+            prepared = self._prepare(self._reader.make_call(operation, made, algorithm), info)
             backend = self._session.backend
 
             def begin_on_copies() -> DeferredRequest:
-                copies.again(backend.stream(stream, call.device_array))
-                copies.ready()
+                copies.refresh(backend.stream(stream, call.device_array))
+                copies.wait()
                 prepared.Start()
-                return self._deferred(prepared.Test, copies.back, uses_device=True)
+                return self._deferred(prepared.Test, copies.copy_back, uses_device=True)
 
             return PersistentRequest.of(begin_on_copies, prepared.Free)
         # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
@@ -323,7 +323,7 @@ class Dispatcher:
             return request
         if call.on_device:
             self._session.require_gpu(operation.name)
-        place: CallLocation = "gpu" if call.on_device else "host"
+        location: CallLocation = "gpu" if call.on_device else "host"
 
         def begin() -> DeferredRequest:
             votes, gpu = self._votes, self.engines.gpu
@@ -332,9 +332,9 @@ class Dispatcher:
                 if known:
                     return gpu.start(known, stream, arguments.send, arguments.receive)
             # This reads the arguments again, because symmetric memory among them may have been closed.
-            again = self._reader.look(operation, arguments, algorithm, stream, place=place)
-            again.has_voted = True
-            begun = votes.start(0, partial(self._begin, again), place)
+            restarted = self._reader.read(operation, arguments, algorithm, stream, location=location)
+            restarted.has_voted = True
+            begun = votes.start(0, partial(self._begin, restarted), location)
             return begun if isinstance(begun, DeferredRequest) else self._deferred(begun.Test, lambda: None)
 
         return PersistentRequest.of(begin)

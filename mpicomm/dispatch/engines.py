@@ -39,7 +39,7 @@ class Engines:
         self._host_domains: HostDomains | None = None
         self.gpu: PlanCache | None = None
         """The engine for device arrays, after a call has needed it. Every known call reads this public field."""
-        # A completer's thread that begins a started call may need the first engine at the same time as the program. Two
+        # A progress thread that begins a started call may need the first engine at the same time as the program. Two
         # threads that made one each would take each other's answers from the other ranks.
         self._making = threading.Lock()
         self._internode: tuple[str, dict[str, str]] = "", {}

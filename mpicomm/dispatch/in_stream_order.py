@@ -9,7 +9,7 @@ from mpi4py import MPI
 from mpicomm.collectives.exchange import Message
 from mpicomm.dispatch.engines import Engines
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, Span, parse, require_here, require_separate
+from mpicomm.mpi.arguments import Operand, Span, parse, require_disjoint, require_same_device
 from mpicomm.session import Session
 
 End = tuple[Any, int, int]
@@ -46,7 +46,7 @@ def exchange(
         sent = _read_end(operation, send, outward, session)
         received = _read_end(operation, receive, inward, session, receives=True)
         if sent is not None and received is not None:
-            require_separate(sent[0], received[0])
+            require_disjoint(sent[0], received[0])
         messages = sent and sent[1], received and received[1]
         session.require_usable(operation)
         gpu = engines.on_gpu(operation)
@@ -77,7 +77,7 @@ def _read_end(
             f"{operation}: {name} is a host array, and kernels carry messages in stream order: use a device array, or "
             'algorithm="auto" outside of CUDA graphs'
         )
-    require_here(f"{operation}: {name}", operand.device, session.backend.device)
+    require_same_device(f"{operation}: {name}", operand.device, session.backend.device)
     if receives and rank == MPI.ANY_SOURCE:
         raise InvalidUsageError(
             f"{operation}: {rank_name}=MPI.ANY_SOURCE needs the host, which matches messages: name the rank, or use "

@@ -1,4 +1,4 @@
-"""Reader: reads and checks the calls of one communicator. ByMpi: hands calls to MPI, and says why MPI refuses one."""
+"""Reader: reads and checks the calls of one communicator. MpiCarrier: makes MPI's calls, and explains its refusals."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mpicomm.dispatch.location_votes import LocationVotes
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, refuse_stream
-from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
-from mpicomm.mpi.host_calls import BESIDE, out_of_place, require_no_graph
+from mpicomm.mpi.errors import BufferRefusedError, RefusedByMpiError
+from mpicomm.mpi.host_calls import NEEDS_HOST_COPY, out_of_place, require_no_capture
 from mpicomm.mpi.ops import AVG, TREE, Op, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.spec import typed_blocks
@@ -39,42 +39,45 @@ class Reader:
         placement = session.placement
         self._on_gpus = isinstance(placement.here.device, int) and len(placement.places) > 1
 
-    def look(
+    def read(
         self,
         operation: Operation,
         arguments: Arguments,
         algorithm: str,
         stream: Any,
         *,
-        place: CallLocation | None = None,
+        location: CallLocation | None = None,
     ) -> Call:
-        """Return a call that was read. ``place`` is its location, if that is known."""
+        """Read and check a call. ``location`` is its location, if that is known.
+
+        Local, but the ranks exchange the counts of a Reduce_scatter without ``recvcounts``.
+        """
         given = arguments
         if algorithm != "auto":
-            _require_known(operation, algorithm)
+            _require_algorithm(operation, algorithm)
         if operation.send == "by_recvcounts" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = arguments._replace(counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         try:
-            call = self.call(operation, arguments, algorithm, place)
+            call = self.make_call(operation, arguments, algorithm, location)
         except RefusedByMpiError as error:
             self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
             raise
         if call.device_array is None:
-            refuse_stream(operation.name, stream)  # before this rank waits for the votes of others
+            refuse_stream(operation.name, stream)  # before this rank waits for votes
         elif self._on_gpus and not call.on_device:
-            # The root's other buffer: a capture is refused here, because the vote after it waits for other ranks.
+            # The root's other buffer. A capture is refused here, because the vote after this waits for other ranks.
             device = self.session.gpu(operation.name)
-            require_no_graph(operation.name, device, device.stream(stream, call.device_array), BESIDE)
+            require_no_capture(operation.name, device, device.stream(stream, call.device_array), NEEDS_HOST_COPY)
         call.given, call.stream = given, stream
         return call
 
-    def placed(self, call: Call, place: CallLocation) -> Call:
-        """Return a call at its location, on which all ranks agree, after the checks that depend on the location."""
-        if place == "gpu" and not call.on_device:
+    def at_location(self, call: Call, location: CallLocation) -> Call:
+        """Return a call at the location on which all ranks agree, after the checks that depend on the location."""
+        if location == "gpu" and not call.on_device:
             given, stream = call.given, call.stream
             arguments = given._replace(counts=call.arguments.counts)
-            call = self.call(call.operation, arguments, call.algorithm, place)
+            call = self.make_call(call.operation, arguments, call.algorithm, location)
             call.given, call.stream = given, stream
         if call.algorithm != "auto" and (refusal := _refusal(call)):
             raise InvalidUsageError(refusal)
@@ -86,7 +89,7 @@ class Reader:
         assert isinstance(self._comm, MPI.Topocomm)
         return neighborhood_of(self._comm)
 
-    def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
+    def ordered_op(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
         """Return the operation of a reduction with ``order``, which is not "auto". Local.
 
         Raises `InvalidUsageError` for another order than "tree", for another operation than SUM, and on all ranks if
@@ -98,13 +101,13 @@ class Reader:
             raise InvalidUsageError(
                 f'order="tree" of {operation} is for op=MPI.SUM, and op is {op_name(op)}: leave order= out'
             )
-        if self._no_tree:
-            raise InvalidUsageError(f'order="tree" of {operation}: {self._no_tree}')
+        if self._tree_refusal:
+            raise InvalidUsageError(f'order="tree" of {operation}: {self._tree_refusal}')
         return TREE
 
     @cached_property
-    def _no_tree(self) -> str:
-        """Why the ranks do not hold the leaves of a tree in equal blocks; "" if they do."""
+    def _tree_refusal(self) -> str:
+        """Why the ranks cannot hold the leaves of a tree in equal blocks; "" if they can."""
         placement = self.session.placement
         leaves, domains, size = placement.here.leaves, placement.domains, len(placement.places)
         if leaves % size:
@@ -113,16 +116,16 @@ class Reader:
             return f"each peer domain needs equally many ranks that follow each other, and the domains are {domains}"
         return ""
 
-    def call(
-        self, operation: Operation, arguments: Arguments, algorithm: str = "auto", place: CallLocation | None = None
+    def make_call(
+        self, operation: Operation, arguments: Arguments, algorithm: str = "auto", location: CallLocation | None = None
     ) -> Call:
-        """Return a call as `Call` reads it. Local."""
+        """Return the `Call` of this rank. Local."""
         neighborhood, places = self.neighbors if operation.of_neighbors else None, self.session.placement
         rank, size = places.rank, len(places.places)
-        return Call(operation, arguments, rank, size, algorithm, neighborhood, location=place)
+        return Call(operation, arguments, rank, size, algorithm, neighborhood, location=location)
 
 
-def _require_known(operation: Operation, algorithm: str) -> None:
+def _require_algorithm(operation: Operation, algorithm: str) -> None:
     from mpicomm.collectives.gpu import decision  # here, because few programs name an algorithm
 
     known = ("auto", "mpi", *decision.NAMES)
@@ -134,7 +137,7 @@ def _require_known(operation: Operation, algorithm: str) -> None:
 
 
 def _refusal(call: Call) -> str:
-    """Return why the named algorithm does not support the type, the operation or the place of a call; else ""."""
+    """Return why the named algorithm does not support the type, the operation or the location of a call; else ""."""
     operation, algorithm, wire = call.operation, call.algorithm, call.arguments.wire
     named = f'algorithm="{algorithm}" of {operation}'
     if wire is not None and algorithm not in ("one_shot", "two_shot"):
@@ -164,12 +167,12 @@ def _refusal(call: Call) -> str:
 
 
 REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
-"""The errors with which mpi4py and MPI refuse the arguments of a call. `ByMpi.again` puts them in words."""
-_FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
+"""The errors with which mpi4py and MPI refuse the arguments of a call. `MpiCarrier.retry` explains them."""
+_ARGUMENT_ERRORS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
 
 
-class ByMpi:
-    """MPI's collectives on host arrays of the communicator ``comm``. A ``form`` is an index of `Operation.methods`."""
+class MpiCarrier:
+    """MPI's collectives on host arrays, on the communicator ``comm``. ``form`` is an index of `Operation.methods`."""
 
     def __init__(self, comm: MPI.Intracomm, reader: Reader, votes: LocationVotes) -> None:
         self._comm = comm
@@ -180,7 +183,7 @@ class ByMpi:
     def call(self, operation: Operation, arguments: Arguments, form: int, *info: MPI.Info) -> Any:
         """Call mpi4py's method of a form; return its request, None if it blocks. Only MPI reads the arguments.
 
-        In a persistent call the input must not be in place if MPI needs a copy of such an input.
+        A persistent Reduce_scatter must not be in place, because MPI gets a copy of such an input.
         """
         op = arguments.op
         if (
@@ -200,14 +203,14 @@ class ByMpi:
                 MPI.ERR_OP,
             )
         if operation.of_neighbors:
-            operation, arguments = self._crossed(operation, arguments, form)
+            operation, arguments = self._cross(operation, arguments, form)
         begin_mpi_call(self._row.words, operation.number)
         try:
-            return self._made(operation, arguments, form, info, arguments)
+            return self._invoke(operation, arguments, form, info, arguments)
         except REFUSALS as error:
-            return self.again(error, operation, arguments, form, *info)
+            return self.retry(error, operation, arguments, form, *info)
 
-    def again(
+    def retry(
         self,
         error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
@@ -215,27 +218,26 @@ class ByMpi:
         form: int,
         *info: MPI.Info,
     ) -> Any:
-        """Call mpi4py's method once more after ``error``, or raise the error in words.
+        """Retry mpi4py's method after ``error`` with a datatype for the same memory, or explain the error.
 
-        mpi4py may refuse the format of a buffer, such as an unaligned NumPy array, before it communicates. Other ranks
-        may be in MPI with aligned arrays. So this rank gives MPI the same memory with a datatype. In a reduction mpi4py
-        also refuses two names of one type.
+        mpi4py may refuse the format of a buffer, such as an unaligned NumPy array, before it communicates, while other
+        ranks are in MPI with aligned arrays. In a reduction it also refuses two names of one type.
 
-        The error is the same as for larger buffers: only mpi4py looks at the buffers of small calls, because that takes
-        the least time. An error of MPI that is no fault of this rank's arguments stays as it is.
+        Only mpi4py reads the buffers of small calls, because that takes the least time. So this reads them, and raises
+        the error that larger buffers raise. An error of MPI that is no fault of this rank's arguments stays as it is.
         """
         try:
-            call = self._reader.call(operation, arguments)
+            call = self._reader.make_call(operation, arguments)
             if not isinstance(error, MPI.Exception):
-                with contextlib.suppress(BufferError, KeyError, ValueError):  # the words for them follow
-                    return self._made(operation, self._named(call), form, info, arguments)
+                with contextlib.suppress(BufferError, KeyError, ValueError):  # explained below
+                    return self._invoke(operation, self._with_mpi_types(call), form, info, arguments)
             if operation.send == "typed":
                 self._require_blocks(call)
             text = f"{operation}: MPI refuses an argument: {error}"
             refused = BufferRefusedError(text) if isinstance(error, BufferError) else InvalidUsageError(text)
             if isinstance(error, MPI.Exception):
-                if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
-                    raise error  # MPI has it while it communicates
+                if error.Get_error_class() not in _ARGUMENT_ERRORS:
+                    raise error  # MPI raises it while it communicates
                 refused = RefusedByMpiError(text, error.Get_error_class())
         except InvalidUsageError as named:
             refused = named
@@ -243,15 +245,15 @@ class ByMpi:
         self._votes.withdraw()
         raise refused from error
 
-    def _made(
+    def _invoke(
         self, operation: Operation, arguments: Arguments, form: int, info: tuple[MPI.Info, ...], held: Arguments
     ) -> Any:
-        comm = self._votes.comm(operation) if form == 1 else self._comm
+        comm = self._votes.comm_for(operation) if form == 1 else self._comm
         request = getattr(operation.mpi_class, operation.methods[form])(comm, *operation.passed(arguments), *info)
         return holding(request, held) if form else None  # MPI uses the buffers until the request is complete
 
-    def _named(self, call: Call) -> Arguments:
-        """Return the arguments of a call with the datatypes that MPI has for host arrays. Local.
+    def _with_mpi_types(self, call: Call) -> Arguments:
+        """Return the arguments of a call on host arrays with MPI's datatypes for their elements. Local.
 
         In a reduction MPI wants one name for one type, and a program may name it ``LONG`` here and ``INT64_T`` there.
         """
@@ -259,7 +261,7 @@ class ByMpi:
         if not call.operation.reduces:
             return given
 
-        def named(operand: Operand | None, argument: Any) -> Any:
+        def with_type(operand: Operand | None, argument: Any) -> Any:
             if operand is None or operand.dtype is None:
                 return argument
             dtype = operand.dtype if call.dtype is None else call.dtype  # an empty buffer may have another type
@@ -268,11 +270,11 @@ class ByMpi:
                 return argument
             return [array_at(operand.pointer, operand.total, dtype, operand.memory.owner), datatype]
 
-        send = given.send if call.in_place else named(call.send, given.send)
-        return given._replace(send=send, receive=named(call.receive, given.receive))
+        send = given.send if call.in_place else with_type(call.send, given.send)
+        return given._replace(send=send, receive=with_type(call.receive, given.receive))
 
     def _require_blocks(self, call: Call) -> None:
-        """Raise the error of counts, displacements and datatypes in host memory, which otherwise only MPI reads."""
+        """Check the counts, displacements and datatypes of an Alltoallw, which otherwise only MPI reads."""
         sends = receives = self._comm.size
         peer = "rank"
         if call.neighborhood is not None:
@@ -281,12 +283,12 @@ class ByMpi:
             if operand is not None:
                 typed_blocks(operand.spec, size=size, name=operand.name, peer=peer)
 
-    def _crossed(self, operation: Operation, arguments: Arguments, form: int) -> tuple[Operation, Arguments]:
-        """Return a call of neighbours on host arrays that crosses the blocks of a grid as MPI defines. Local."""
+    def _cross(self, operation: Operation, arguments: Arguments, form: int) -> tuple[Operation, Arguments]:
+        """Return a call of neighbours whose blocks cross a grid as MPI defines, with an MPI that errs. Local."""
         neighborhood = self._reader.neighbors
         if not neighborhood.crossed or operation.send == "one" or mpi_crosses(form):
             return operation, arguments
-        call = self._reader.call(operation, arguments)
+        call = self._reader.make_call(operation, arguments)
         assert call.send is not None and call.receive is not None
         operation, send, receive = crossed_by_displacements(operation, call.send, call.receive, neighborhood.sources)
         return operation, arguments._replace(send=send, receive=receive)

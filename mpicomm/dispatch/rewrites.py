@@ -1,6 +1,6 @@
-"""Calls that become simpler calls: epilogues and wire_dtype on the host, pinned copies, or one exchange by MPI.
+"""Rewrites: turn a call with an epilogue, wire_dtype, packed or staged elements into a simpler call and a last step.
 
-All but the exchange return a call on other buffers, and a last step that fills the buffers of the user; see `Rewrite`.
+`start_exchange` carries a nonblocking call out as one exchange by MPI.
 """
 
 from __future__ import annotations
@@ -25,39 +25,46 @@ from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, EXSCA
 from mpicomm.devices.host import array_at
 from mpicomm.dispatch.reader import Reader
 from mpicomm.errors import PeerError
-from mpicomm.mpi.arguments import Operand, Span, require_here
+from mpicomm.mpi.arguments import Operand, Span, require_same_device
 from mpicomm.mpi.buffers import array_of, read
-from mpicomm.mpi.host_calls import BESIDE, BY_MPI, HostCopies, announce, require_no_graph, warn_of_host_array
+from mpicomm.mpi.host_calls import (
+    NEEDS_HOST_COPY,
+    NEEDS_MPI,
+    HostCopies,
+    log_host_staging,
+    require_no_capture,
+    warn_of_host_array,
+)
 from mpicomm.mpi.spec import Shape, items
 from mpicomm.session import Session
 
-Steps = tuple[Call, Callable[[], None]]
-"""The call on other buffers, and the step after it, which is local."""
-Rewrite = Callable[[Reader, Call], Steps]
+Rewritten = tuple[Call, Callable[[], None]]
+"""The call on other buffers, and the local step after it, which fills the buffers of the user."""
+Rewrite = Callable[[Reader, Call], Rewritten]
 _BYTE = np.dtype(np.uint8)
 _ALIGNED_NBYTES = 16
 _TEXT_NBYTES = 512  # longer calls differ by their hash
-_left: list[Any] = []
+_abandoned: list[Any] = []
 """The memory of exchanges that no rank completes."""
 
 
-def with_epilogue(reader: Reader, call: Call) -> Steps:
-    """Reduce, then apply the epilogue."""
+def apply_epilogue(reader: Reader, call: Call) -> Rewritten:
+    """Reduce, and then apply the epilogue on the host."""
     epilogue, receive, given = call.epilogue, call.receive, call.arguments
     assert epilogue is not None and receive is not None and call.send is not None
     made = array_at(receive.pointer, receive.nbytes, _BYTE).view(epilogue.result)
     reduced, target = made, given.receive
     if epilogue.converts:
         reduced = target = np.empty(call.send.total, epilogue.dtype)
-    part = reader.call(call.operation, Arguments(given.send, target, given.op), call.algorithm)
+    part = reader.make_call(call.operation, Arguments(given.send, target, given.op), call.algorithm)
     part.whole_call = call.signature  # with the epilogue, so that ranks compare it
     return part, partial(epilogue.apply_on_host, reduced, made)
 
 
-def as_packed(reader: Reader, call: Call) -> Steps:
-    """Move packed copies of derived datatypes, for a call with ``algorithm=``.
+def pack(reader: Reader, call: Call) -> Rewritten:
+    """Move packed copies of derived datatypes, in a call with ``algorithm=``.
 
-    Ranks with plain elements take that algorithm, too. Without it all of them go to MPI, which packs itself.
+    Ranks with predefined datatypes take that algorithm, too. Without it all ranks go to MPI, which packs itself.
     """
     operation, given, pieces = call.operation, call.arguments, list[tuple[Any, Any]]()
 
@@ -85,10 +92,10 @@ def as_packed(reader: Reader, call: Call) -> Steps:
         for as_bytes, elements in pieces:
             MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
 
-    return reader.placed(reader.call(operation, given, call.algorithm), "host"), unpack
+    return reader.at_location(reader.make_call(operation, given, call.algorithm), "host"), unpack
 
 
-def quantized(reader: Reader, call: Call) -> Steps:
+def quantize(reader: Reader, call: Call) -> Rewritten:
     """Send elements quantized. NumPy quantizes, adds and dequantizes, with the bits of the kernels.
 
     Each rank computes all of its result from the quantized elements of all ranks, so it needs memory for them.
@@ -119,7 +126,7 @@ def quantized(reader: Reader, call: Call) -> Steps:
         wire.quantize(block, wire_dtype, message)
     received = np.empty((size, sent.shape[1]), np.uint8)
     # MPI would neither notice that ranks call different things, nor limit the wait.
-    part = reader.call(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
+    part = reader.make_call(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
     part.whole_call = call.signature
 
     def finish() -> None:
@@ -143,30 +150,29 @@ def quantized(reader: Reader, call: Call) -> Steps:
     return part, finish
 
 
-def on_copies(reader: Reader, call: Call) -> Steps:
+def stage_device_arrays(reader: Reader, call: Call) -> Rewritten:
     """Carry a call out on copies of this rank's device arrays in pinned memory. Blocking.
 
-    It is a call that MPI carries out wherever the arrays are, or a rooted call in which only the root's second buffer
-    is a device array: see `mpicomm.dispatch.location_votes`. The other ranks do not notice the copies, and may pass
-    host arrays. So this rank makes MPI's call in the same form as a rank with host arrays: MPI does not match a
-    blocking collective with a nonblocking or persistent one. No rank sets anything up here, because ranks with host
-    arrays would not take part.
+    MPI carries it out wherever the arrays are, or only the root's second buffer is a device array: see
+    `mpicomm.dispatch.location_votes`. The other ranks may pass host arrays. So this rank makes MPI's call in the same
+    form: MPI does not match a blocking collective with a nonblocking or persistent one. Nothing is set up here, because
+    ranks with host arrays would not take part.
     """
-    copies, given = copied(reader, call)
-    return reader.call(call.operation, given, call.algorithm), copies.back
+    copies, given = copy_to_host(reader, call)
+    return reader.make_call(call.operation, given, call.algorithm), copies.copy_back
 
 
-def on_pinned(reader: Reader, call: Call) -> Steps:
+def stage_host_arrays(reader: Reader, call: Call) -> Rewritten:
     """Carry a call on GPUs out on pinned copies of this rank's host arrays, which kernels read and write.
 
-    Each call allocates its own pinned memory, so calls on several streams cannot overwrite each other's data. Raises
-    `InvalidUsageError` in a capture.
+    Each call allocates its own pinned memory, so that calls on several streams do not overwrite each other's data.
+    Raises `InvalidUsageError` in a capture.
     """
     session, operation = reader.session, call.operation.name
     backend, device = session.gpu(operation), session.placement.here.device
     assert isinstance(device, int)
     stream = backend.stream(call.stream, call.device_array)
-    require_no_graph(operation, backend, stream, BESIDE)  # before CUDA allocates, which a capture forbids
+    require_no_capture(operation, backend, stream, NEEDS_HOST_COPY)  # before CUDA allocates, which a capture forbids
     warn_of_host_array(operation)
     send = MPI.IN_PLACE if call.arguments.send is MPI.IN_PLACE else call.given.send
     given = call.given._replace(send=send, counts=call.arguments.counts)
@@ -181,23 +187,23 @@ def on_pinned(reader: Reader, call: Call) -> Steps:
         spec = given.receive if is_output else given.send
         memory = read(array_of(spec), receives, operand.name)
         pointer = memory.pointer + copy.ctypes.data - begin
-        seen: Any = replace(memory, pointer=pointer, on_device=True, device=device, owner=copy, exported=None)
-        spec = [seen, *spec[1:]] if isinstance(spec, (list, tuple)) else seen
+        staged: Any = replace(memory, pointer=pointer, on_device=True, device=device, owner=copy, exported=None)
+        spec = [staged, *spec[1:]] if isinstance(spec, (list, tuple)) else staged
         given = given._replace(receive=spec) if is_output else given._replace(send=spec)
         results += [(begin, copy)] * receives
-    part = reader.call(call.operation, given, call.algorithm, "gpu")
+    part = reader.make_call(call.operation, given, call.algorithm, "gpu")
     part.stream, part.device_array, part.has_voted = call.stream, call.device_array, call.has_voted or call.joins
     part.synchronizes = True
 
-    def back() -> None:
+    def copy_back() -> None:
         for pointer, copy in results:
             ctypes.memmove(pointer, copy.ctypes.data, copy.nbytes)
 
-    return part, back
+    return part, copy_back
 
 
-def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
-    """Return copies of the device arrays, and the arguments with them. Blocking.
+def copy_to_host(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
+    """Stage the device arrays of a call on the host; return the copies, and the arguments with them. Blocking.
 
     Raises `InvalidUsageError` in a capture, and for an array of another GPU. In a call on device arrays it also raises
     the error of earlier calls.
@@ -206,31 +212,31 @@ def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
     operation, given = call.operation.name, call.arguments
     backend = session.gpu(operation)
     for operand in call.operands:
-        require_here(f"{operation}: {operand.name}", operand.device, backend.device)
+        require_same_device(f"{operation}: {operand.name}", operand.device, backend.device)
     stream = backend.stream(call.stream, call.device_array)
     if call.on_device:
         session.require_usable(operation)
-        require_no_graph(operation, backend, stream, BY_MPI)
-        announce(operation, "only MPI can carry it out, or algorithm= asks for it")
+        require_no_capture(operation, backend, stream, NEEDS_MPI)
+        log_host_staging(operation, "only MPI can carry it out, or algorithm= asks for it")
     else:
-        require_no_graph(operation, backend, stream, BESIDE)
+        require_no_capture(operation, backend, stream, NEEDS_HOST_COPY)
         warn_of_host_array(operation)
     copies, send, receive = HostCopies(backend, stream), given.send, given.receive
     # MPI ignores, as `Call` does, what other ranks pass for the root's buffer.
     if call.send is not None:
-        send = copies.spec(send, writable=False, name="sendbuf", operand=call.send)
+        send = copies.stage(send, writable=False, name="sendbuf", operand=call.send)
     if call.receive is not None:
-        receive = copies.spec(receive, writable=True, name="recvbuf", operand=call.receive)
-    copies.ready()
+        receive = copies.stage(receive, writable=True, name="recvbuf", operand=call.receive)
+    copies.wait()
     return copies, given._replace(send=send, receive=receive)
 
 
 def start_exchange(call: Call, comm: MPI.Intracomm, session: Session) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Start a call; return whether its data has come, as a function, and the function that ends the call then.
+    """Start a call; return a test of whether all data has arrived, and the function that then completes the call.
 
     No start waits for a rank. MPI moves the data of all ranks in one nonblocking exchange over ``comm``. NumPy then
     computes the result in rank order, with the bits of mapped memory. A reduction needs memory for the data of all
-    ranks. Each rank also tells the others its call, so `PeerError` names different calls. A wait has no limit, as in
+    ranks. Each rank also sends its signature, so that `PeerError` names calls that differ. A wait has no limit, as in
     MPI.
     """
     begin_mpi_call(session.row.words, call.operation.number)
@@ -240,52 +246,52 @@ def start_exchange(call: Call, comm: MPI.Intracomm, session: Session) -> tuple[C
     lengths = [exchange.nbytes_with(peer) if peer != rank else (0, 0) for peer in range(size)]
     sent, received = zip(*lengths, strict=True)
     starts = [sum(received[:peer]) for peer in range(size)]
-    came = np.empty(sum(received), _BYTE)
+    arrived = np.empty(sum(received), _BYTE)
     text = call.signature.hash32.to_bytes(8, "little") + str(call.signature).encode()
-    said = np.frombuffer(text[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0"), _BYTE)
-    all_said = np.empty((size, _TEXT_NBYTES), _BYTE)
+    signature = np.frombuffer(text[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0"), _BYTE)
+    signatures = np.empty((size, _TEXT_NBYTES), _BYTE)
     addresses = [span.pointer if span and n else 0 for span, n in zip(exchange.sends, sent, strict=True)]
     base = min((address for address in addresses if address), default=0)
     displs = [address - base if address else 0 for address in addresses]
     blocks = [MPI.memory.fromaddress(base, max(map(add, displs, sent))), sent, displs, MPI.BYTE]
-    telling = MPI.Intracomm.Iallgather(comm, said, all_said)
-    moving = MPI.Intracomm.Ialltoallv(comm, blocks, [came, received, starts, MPI.BYTE])
+    comparison = MPI.Intracomm.Iallgather(comm, signature, signatures)
+    movement = MPI.Intracomm.Ialltoallv(comm, blocks, [arrived, received, starts, MPI.BYTE])
 
-    def has_come() -> bool:
-        if not telling.Test():
+    def has_arrived() -> bool:
+        if not comparison.Test():
             return False
-        if (all_said != said).any():
-            _left.append((moving, call, came, scratch))  # MPI may still write there
-            calls = [bytes(each[8:]).rstrip(b"\0").decode(errors="ignore") for each in all_said]
-            words = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise PeerError(f"ranks called different things: {words}", ranks=range(size))
-        return moving.Test()
+        if (signatures != signature).any():
+            _abandoned.append((movement, call, arrived, scratch))  # MPI may still write there
+            calls = [bytes(each[8:]).rstrip(b"\0").decode(errors="ignore") for each in signatures]
+            named = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            raise PeerError(f"ranks called different things: {named}", ranks=range(size))
+        return movement.Test()
 
     # As in the schedules of several domains, a prefix is reduced in the order of all ranks.
     domains = [range(size)] if call.operation in (SCAN, EXSCAN) else session.placement.domains
 
     def finish() -> None:
         with np.errstate(all="ignore"):
-            _take(exchange, rank, [came.ctypes.data + start for start in starts], domains)
+            _complete_exchange(exchange, rank, [arrived.ctypes.data + start for start in starts], domains)
 
-    return has_come, finish
+    return has_arrived, finish
 
 
-def _take(exchange: Exchange, rank: int, came: Sequence[int], domains: Sequence[Sequence[int]]) -> None:
-    """End an exchange whose data has come from each rank to an address. Local. ``domains`` are reduced one by one."""
+def _complete_exchange(exchange: Exchange, rank: int, arrived: Sequence[int], domains: Sequence[Sequence[int]]) -> None:
+    """Complete an exchange whose data of each rank is at an address. Local. ``domains`` are reduced one by one."""
     itemsize, own = exchange.dtype.itemsize, exchange.sends[rank]
-    for peer, place in enumerate(exchange.receives):
-        source = came[peer] if peer != rank else own and own.pointer
-        if place is not None and place.count and source and source != place.pointer:
-            ctypes.memmove(place.pointer, source, place.count * itemsize)
+    for peer, block in enumerate(exchange.receives):
+        source = arrived[peer] if peer != rank else own and own.pointer
+        if block is not None and block.count and source and source != block.pointer:
+            ctypes.memmove(block.pointer, source, block.count * itemsize)
     reduction = exchange.reduction
     if reduction is not None and reduction.output.count:
-        places = {source: came[source] for source in reduction.sources}
+        addresses = {source: arrived[source] for source in reduction.sources}
         if reduction.own is not None:
-            places[rank] = reduction.own.pointer
+            addresses[rank] = reduction.own.pointer
         count, dtype = reduction.output.count, exchange.dtype
         output = array_at(reduction.output.pointer, count, dtype)
-        parts = [[array_at(places[each], count, dtype) for each in ranks if each in places] for ranks in domains]
+        parts = [[array_at(addresses[each], count, dtype) for each in ranks if each in addresses] for ranks in domains]
         if len(parts) == 1:
             Reducer(reduction.op, dtype).reduce(parts[0], output)
         else:

@@ -32,7 +32,7 @@ from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
 from mpicomm.experts.on_host import CombineArrays, DispatchArrays, HostExperts
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
-from mpicomm.mpi.arguments import refuse_stream, require_here
+from mpicomm.mpi.arguments import refuse_stream, require_same_device
 from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.types import name_of
 from mpicomm.sharing.segments import SharedMemory
@@ -333,7 +333,7 @@ class Experts(AbstractContextManager["Experts"]):
             raise InvalidUsageError(f"{name} has shape {found}: pass one of shape ({wanted}{',' * (len(shape) == 1)})")
         if memory.dtype is None or name_of(memory.dtype) not in dtypes:
             raise InvalidUsageError(f"{name} has dtype {memory.dtype or array.dtype}: pass one of {', '.join(dtypes)}")
-        require_here(name, memory.device, self._session.placement.here.device)
+        require_same_device(name, memory.device, self._session.placement.here.device)
         if memory.on_device != on_device:
             here, there = ("a GPU", "host memory") if memory.on_device else ("host memory", "a GPU")
             raise InvalidUsageError(f"{name} is in {here}, and another array of the call in {there}: pass all in one")

@@ -26,7 +26,7 @@ from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.descriptors import descriptor_of
 from mpicomm.mpi.doctor_rows import sendrecv
-from mpicomm.mpi.requests import Completer, DeferredRequest
+from mpicomm.mpi.requests import DeferredRequest, ProgressThread
 
 _byte = MPI.BYTE
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
@@ -60,11 +60,11 @@ class Messages:
         self._node_ranks = frozenset(placement.node_ranks)
         pool = StagingPool()
         self._acquire_staging, self._release_staging, self._spare = pool.acquire, pool.release, pool.spare
-        # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has
-        # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
-        # complete.
-        self._completer = Completer()
-        self._outgoing = Outgoing(comm, self._node_ranks, here.handle, self._reader, self._completer)
+        # Collectives have another progress thread. A receive into host memory blocks its thread until the sender's
+        # device has sent the data. The sender may wait for a collective which this rank begins only after an earlier
+        # one is complete.
+        self._progress_thread = ProgressThread()
+        self._outgoing = Outgoing(comm, self._node_ranks, here.handle, self._reader, self._progress_thread)
         self.send, self.start_send = self._outgoing.send, self._outgoing.start_send
         self.start_send_device_array = self._outgoing.start_send_device_array
 
@@ -141,7 +141,7 @@ class Messages:
                 request.Cancel()
 
         work = DeferredRequest.of(steps.__next__, device.check, status, cancel)
-        return self._completer.add(work, device.prepare_thread)
+        return self._progress_thread.add(work, device.prepare_thread)
 
     def _receive(
         self,

@@ -14,15 +14,15 @@ from mpi4py import MPI
 from mpicomm.devices.cuda.stream_threads import SideStream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
-from mpicomm.log import log_once, logger, report_slow_way
+from mpicomm.log import log_once, logger, report_slow_path
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, capture_error
 from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.reader import EndpointReader
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.mpi.host_calls import HostCopies, announce
-from mpicomm.mpi.requests import Completer, DeferredRequest
+from mpicomm.mpi.host_calls import HostCopies, log_host_staging
+from mpicomm.mpi.requests import DeferredRequest, ProgressThread
 
 Send = Callable[..., Any]
 """One of MPI's methods for sends, with a communicator, a buffer, a destination and a tag."""
@@ -60,17 +60,17 @@ class Outgoing:
         node_ranks: Collection[int],
         handle: str,
         reader: EndpointReader,
-        completer: Completer,
+        progress: ProgressThread,
     ) -> None:
         self._comm = comm
         self._node_ranks = node_ranks
         self._handle = handle
         self._reader = reader
         self._rendezvous = reader.rendezvous
-        self._completer = completer
+        self._progress_thread = progress
         # Sends whose header has left need no frequent polls. Each poll keeps the interpreter's lock from a thread that
         # waits for a receive.
-        self._local_completer = Completer(by_itself=True)
+        self._local_progress = ProgressThread(self_driven=True)
 
     def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
         """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
@@ -147,7 +147,7 @@ class Outgoing:
 
         work = DeferredRequest.of(copied if left else done, device.check)
         work.kept = kept  # MPI and the device still read its memory
-        return (self._local_completer if left else self._completer).add(work, device.prepare_thread)
+        return (self._local_progress if left else self._progress_thread).add(work, device.prepare_thread)
 
     def stage(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
         """Copy a device array, on ``stream``, into the outbox or into host memory. Host memory stays where it is."""
@@ -163,7 +163,7 @@ class Outgoing:
         if not nbytes or dest < 0 or device is None or sent.stream is None:
             return None
         if dest not in self._node_ranks:
-            announce("Send", "the ranks are on several nodes")
+            log_host_staging("Send", "the ranks are on several nodes")
             return None
         if not self._rendezvous.expects_headers:
             reason = f"memory is opened as {self._handle!r}, not by IPC handles"
@@ -179,7 +179,7 @@ class Outgoing:
                 return rendezvous.reserve(nbytes)
             except (OutboxFullError, HandleError) as error:
                 reason = str(error)
-        report_slow_way(f"through pinned host memory and MPI: {reason}")
+        report_slow_path(f"through pinned host memory and MPI: {reason}")
         text = f"messages of GPU arrays go through pinned host memory and MPI, which is slower: {reason}"
         log_once(logger.warning, text)
         return None
@@ -197,8 +197,8 @@ class Outgoing:
             device.synchronize(stream)
             return SendBuffer([host, sent.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
         copies = HostCopies(device, stream)
-        spec = copies.spec(sent.spec, writable=False, name="buf", operand=sent.operand)
-        copies.ready()
+        spec = copies.stage(sent.spec, writable=False, name="buf", operand=sent.operand)
+        copies.wait()
         return SendBuffer(spec, copies)
 
 

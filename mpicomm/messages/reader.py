@@ -12,10 +12,10 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.mpi import host_calls, types
-from mpicomm.mpi.arguments import Operand, is_on_device, parse, parse_on_device, require_here
+from mpicomm.mpi.arguments import Operand, is_on_device, parse, parse_on_device, require_same_device
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.descriptors import descriptor_of
-from mpicomm.mpi.faults import BufferRefusedError
+from mpicomm.mpi.errors import BufferRefusedError
 from mpicomm.mpi.spec import require_host_addresses
 
 _EMPTY = np.empty(0, np.uint8)
@@ -96,7 +96,7 @@ class EndpointReader:
         device = self.rendezvous.device_for(operation)
         if not operand.on_device:
             return Endpoint(operation, host_calls.for_mpi(operand), device=device, operand=operand)
-        require_here(f"{operation}: {operand.name}", operand.device, device.device)
+        require_same_device(f"{operation}: {operand.name}", operand.device, device.device)
         resolved = device.stream(stream, array_of(buf))
         return Endpoint(
             operation,

@@ -201,10 +201,10 @@ class ReceiveBuffer:
         if slot is not None:
             self._pull_to_host(staging.pointer, stream)
         operand, copies = endpoint.operand, HostCopies(rendezvous.device, stream)
-        buffer = copies.spec(operand.spec, writable=True, name=operand.name, operand=operand)
-        copies.ready()
+        buffer = copies.stage(operand.spec, writable=True, name=operand.name, operand=operand)
+        copies.wait()
         unpack(staging.content[:nbytes], buffer)
-        copies.back()
+        copies.copy_back()
 
 
 def receive_buffer(

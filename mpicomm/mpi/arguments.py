@@ -1,8 +1,7 @@
 """Operands: buffer arguments of MPI calls, read and checked, in all the forms that mpi4py takes (see `spec`).
 
-Two things differ from mpi4py. A count that goes beyond the end of the buffer is an error here. If mpi4py raises
-KeyError, BufferError or MPI.Exception, the error is also `InvalidUsageError`; in place of OverflowError it is only
-`InvalidUsageError`.
+Two things differ from mpi4py. A count beyond the end of the buffer is an error here. Where mpi4py raises KeyError,
+BufferError or MPI.Exception, the error is also `InvalidUsageError`; where it raises OverflowError, it is only that.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy import ndarray
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import NOWHERE, ArrayMemory, any_overlap, array_of, is_host_view, read
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.layout import Elements, elements_at
 from mpicomm.mpi.spec import (
     Shape,
@@ -88,15 +87,15 @@ class Operand:
     def extents(self) -> list[tuple[int, int]]:
         """The addresses of the first byte and after the last byte of each block that has elements."""
         if self.derived is not None:
-            blocks = [(each.address, each.layout) for each in self.derived if each.layout.nbytes]
-            return [(address + layout.begin, address + layout.end) for address, layout in blocks]
+            derived = [(each.address, each.layout) for each in self.derived if each.layout.nbytes]
+            return [(address + layout.begin, address + layout.end) for address, layout in derived]
         if self.dtype is None or self.total == 0:
             return []
         pointer, itemsize = self.pointer, self.dtype.itemsize
         if self.counts is None or self.displs is None:
             return [(pointer, pointer + self.total * itemsize)]
-        places = zip(self.displs, self.counts, strict=True)
-        return [(pointer + place * itemsize, pointer + (place + n) * itemsize) for place, n in places if n]
+        blocks = zip(self.displs, self.counts, strict=True)
+        return [(pointer + displ * itemsize, pointer + (displ + n) * itemsize) for displ, n in blocks if n]
 
     def block(self, rank: int) -> Span:
         """Return the block for or from ``rank``. ``dtype`` must not be None."""
@@ -159,23 +158,23 @@ def parse(
         operand.counts, operand.displs, datatypes = typed_blocks(spec, size=number, name=name, peer=peer)
         operand.count = operand.total = sum(operand.counts)
         typed = zip(datatypes, operand.displs, operand.counts, strict=True)
-        operand.derived = tuple(elements_at(one, room, place, n, name=name, gpu=gpu) for one, place, n in typed)
+        operand.derived = tuple(elements_at(one, room, displ, n, name=name, gpu=gpu) for one, displ, n in typed)
         return operand
     elements = _Elements(memory, buffer, datatype, name, peer)
     operand.dtype, operand.mpi_type, extent = elements.dtype, elements.mpi_type, elements.extent
     if shape == "vector":
         operand.counts, operand.displs = elements.vector(counts, displs, number)
         operand.count = operand.total = sum(operand.counts)
-        places = [*zip(operand.displs, operand.counts, strict=True)]
+        spans = [*zip(operand.displs, operand.counts, strict=True)]
     else:
         start, operand.count = elements.even(counts, displs, number)
         operand.total = operand.count * number
         operand.pointer += start * extent
-        places = [(start, operand.total)]
+        spans = [(start, operand.total)]
     datatype = operand.mpi_type
     if operand.on_device and datatype is not None and (operand.dtype is None or gpu is not None):
-        blocks_at = [(place * extent, n) for place, n in places]
-        operand.derived = tuple(elements_at(datatype, room, at, n, name=name, gpu=gpu) for at, n in blocks_at)
+        in_bytes = [(start * extent, n) for start, n in spans]
+        operand.derived = tuple(elements_at(datatype, room, displ, n, name=name, gpu=gpu) for displ, n in in_bytes)
     if buffer is MPI.BOTTOM:
         operand.dtype = None
     return operand
@@ -237,10 +236,10 @@ class _Elements:
             each = indices_of(counts, blocks, "counts", name, peer)
         else:
             each = (index_of(counts, "count", name),) * blocks
-        places = (0, *accumulate(each))[:blocks] if displs is None else displacements(displs, blocks, name, peer)
-        for n, place in zip(each, places, strict=True):
-            self._require_room(n, place, place + n, self.room)
-        return each, places
+        starts = (0, *accumulate(each))[:blocks] if displs is None else displacements(displs, blocks, name, peer)
+        for n, start in zip(each, starts, strict=True):
+            self._require_room(n, start, start + n, self.room)
+        return each, starts
 
     def _require_extent(self) -> None:
         """Raise for a derived datatype with elements that do not follow each other."""
@@ -277,16 +276,13 @@ class _Elements:
 
 
 def overlaps(a: Operand, b: Operand) -> bool:
-    """Return whether two operands share memory.
-
-    It is False if only MPI can handle one of them, because MPI checks it.
-    """
+    """Return whether two operands share memory; False if only MPI can handle one of them, because MPI checks it."""
     if a.dtype is None or b.dtype is None:
         return False
     return any_overlap([(*extent, owner) for owner, operand in enumerate((a, b)) for extent in operand.extents])
 
 
-def require_separate(send: Operand, receive: Operand, *, reduction: bool = False) -> None:
+def require_disjoint(send: Operand, receive: Operand, *, reduction: bool = False) -> None:
     """Raise `RefusedByMpiError` if the two share memory. In a reduction both may be exactly the same memory."""
     if not overlaps(send, receive):
         return
@@ -299,19 +295,18 @@ def require_separate(send: Operand, receive: Operand, *, reduction: bool = False
     )
 
 
-# Where the buffers of a call lie: in memory of the communicator's GPU, which MPI must not see, or in host memory, which
-# has no stream.
+# The location of buffers: device memory, which MPI must not get, or host memory, which has no stream.
 
 
 def is_on_device(spec: Any) -> bool:
-    """Return whether a buffer argument, an array or a specification with one, is a device array. Local.
+    """Return whether a buffer argument, an array or a list with one, is a device array. Local.
 
     An object that is no buffer is no device array: MPI refuses it, or ignores it beside ``MPI.PROC_NULL``.
     """
     array = array_of(spec)
     if array is MPI.BOTTOM:
         return device_address(spec) is not None
-    if _is_plainly_host(array):
+    if _is_surely_on_host(array):
         return False
     try:
         return read(array, False, "buf").on_device
@@ -327,22 +322,23 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
     array = array_of(spec)
     if array is MPI.BOTTOM:
         return None if device_address(spec) is None else parse(spec, writable=writable, name=name)
-    if _is_plainly_host(array):
+    if _is_surely_on_host(array):
         return None
     memory = read(array, writable, name)
     return parse(spec, writable=writable, name=name, memory=memory) if memory.on_device else None
 
 
-def _is_plainly_host(array: Any) -> bool:
+def _is_surely_on_host(array: Any) -> bool:
     if type(array) is ndarray:
         return array.base is None or is_host_view(array)
     return array is None or array is MPI.IN_PLACE
 
 
-def require_here(what: str, device: int | None, here: int | str) -> None:
+def require_same_device(what: str, device: int | None, here: int | str) -> None:
     """Raise `InvalidUsageError` for an array on GPU ``device`` if the communicator is elsewhere: ``here``. Local.
 
-    Kernels and copies of ``here`` may have no access to the array, and a stream of the other GPU orders its contents.
+    Kernels and copies of ``here`` may have no access to the array, and its contents are ordered by a stream of the
+    other GPU.
     """
     if device is not None and device != here:
         place = "the cpu" if here == "cpu" else f"GPU {here}"

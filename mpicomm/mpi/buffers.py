@@ -1,7 +1,7 @@
 """Memory of NumPy, CuPy and PyTorch arrays, of buffers, and of DLPack and CUDA arrays: its address and its elements.
 
-The place of the memory decides, not the class of the object. Arrays of CuPy and PyTorch and DLPack objects say where
-they lie. For a buffer, a NumPy array around foreign memory and a CUDA array interface the functions ask the driver.
+The location of the memory decides, not the class of the object. Arrays of CuPy and PyTorch and DLPack objects know
+their device. For a buffer, a NumPy array around foreign memory and a CUDA array interface the driver is asked.
 
 This module imports no array library, because a program that passes a tensor has imported PyTorch.
 """
@@ -24,7 +24,7 @@ from numpy import ndarray
 from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.faults import BufferRefusedError, UnknownElementsError
+from mpicomm.mpi.errors import BufferRefusedError, UnknownElementsError
 
 
 # The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
@@ -42,15 +42,15 @@ class ArrayMemory:
     owner: Any = None
     """The object that keeps the memory alive."""
     by_address: bool = False
-    """Whether only an address names the device memory. Then no library says which stream the later work is on."""
+    """Whether the device memory is known only by its address, so that no library names the stream of later work."""
     room: int | None = None
     """The bytes that counts may reach; None for `nbytes`.
 
-    ``MPI.memory.fromaddress(pointer, nbytes)`` gives an address. Some programs say 0 bytes, others the bytes of the
-    elements, and a datatype with gaps exceeds these bytes.
+    ``MPI.memory.fromaddress(pointer, nbytes)`` gives an address. Some programs pass 0 bytes, others the bytes of the
+    elements, which a datatype with gaps exceeds.
     """
     exported: MPI.buffer | None = None
-    """The memory for MPI in place of the object, which mpi4py refuses or would export once more."""
+    """The buffer for MPI in place of the object, which mpi4py refuses or would export again."""
 
 
 NOWHERE = ArrayMemory(0, 0, None)
@@ -96,9 +96,9 @@ _HOST_CLASSES = (bytes, bytearray, mmap.mmap, standard_array)
 
 
 def is_host_view(a: ndarray[Any, Any]) -> bool:
-    """Return whether a NumPy array that does not own its memory certainly lies in host memory. Local.
+    """Return whether a NumPy array with a ``base`` certainly lies in host memory. Local.
 
-    A small host call asks this only for arrays with a ``base``, because NumPy has allocated all others.
+    NumPy has allocated the memory of arrays without a base.
     """
     base = a.base
     if (type(base) is ndarray and base.base is None) or not memory_location.has_driver():
@@ -129,7 +129,7 @@ def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
 
 
 def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[Any] | None, owner: Any) -> ArrayMemory:
-    """Return the memory of an object of the buffer protocol. ``owner`` decides which memory it may be."""
+    """Return the memory of an object of the buffer protocol. ``owner`` tells whether it may be device memory."""
     place = None if owner is None else _by_address(owner, pointer)
     room = None
     if pointer and isinstance(buffer, MPI.buffer) and buffer.obj is None:

@@ -13,7 +13,7 @@ from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import locate
 from mpicomm.mpi.buffers import any_overlap
-from mpicomm.mpi.layout import DatatypeLayout, known, known_of
+from mpicomm.mpi.layout import DatatypeLayout, facts_of, known_facts
 from mpicomm.mpi.spec import parts_of
 
 ArrayDescriptor = tuple[int, int, Any]
@@ -278,14 +278,14 @@ def type_key(datatype: Any) -> DatatypeLayout | int | None:
     """
     if type(datatype) is not _Datatype:
         return None
-    # `known_of`, inlined.
-    kept = known.get(id(datatype))
-    return kept.key if kept is not None and kept.handle == datatype.handle else known_of(datatype).key
+    # `facts_of`, inlined.
+    kept = known_facts.get(id(datatype))
+    return kept.key if kept is not None and kept.handle == datatype.handle else facts_of(datatype).key
 
 
 def _predefined_nbytes(datatype: Any) -> int | None:
     """Return the bytes of a predefined datatype without gaps; None for all others."""
-    return known_of(datatype).predefined_nbytes if type(datatype) is _Datatype else None
+    return facts_of(datatype).predefined_nbytes if type(datatype) is _Datatype else None
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> ArrayDescriptor | None:

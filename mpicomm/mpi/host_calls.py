@@ -1,4 +1,4 @@
-"""Calls that MPI carries out on host memory: device arrays as pinned copies, and elements that MPI lacks as bytes."""
+"""MPI's calls on host memory: pinned copies of device arrays, and bytes in place of element types that MPI lacks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mpi4py import MPI
 from mpicomm.devices.cuda.types import Backend, GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.log import log_once, logger, report_slow_way
+from mpicomm.log import log_once, logger, report_slow_path
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, require_here
+from mpicomm.mpi.arguments import Operand, parse, require_same_device
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.spec import require_host_addresses, with_buffer
 
@@ -25,7 +25,7 @@ REFUSALS = (BufferError, KeyError)
 
 
 def for_mpi(operand: Operand) -> Any:
-    """Return an operand as the argument for a movement by MPI: as bytes if mpi4py has no type for its elements.
+    """Return the argument with which MPI moves an operand: as bytes if mpi4py has no type for its elements.
 
     Device memory becomes a buffer that names its address, which `HostCopies` takes.
     """
@@ -47,7 +47,7 @@ def for_mpi(operand: Operand) -> Any:
 
 
 def as_bytes(spec: Any, writable: bool, name: str) -> Any:
-    """Return the host argument ``name``, which MPI has refused, as bytes if MPI lacks its type; else as it is. Local.
+    """Return the host argument ``name``, which mpi4py has refused, as bytes if MPI lacks its type. Local.
 
     Raises the errors of `parse`.
     """
@@ -57,10 +57,10 @@ def as_bytes(spec: Any, writable: bool, name: str) -> Any:
 def call(
     method: Callable[..., Result], called: MPI.Intracomm | MPI.Message, *arguments: Any, receives: int | None = None
 ) -> Result:
-    """Call MPI's ``method`` of ``called``, whose first argument is a host buffer.
+    """Call mpi4py's ``method`` of ``called``, whose first argument is a host buffer; if mpi4py refuses it, as bytes.
 
-    The argument number ``receives`` is a buffer that receives: the first one, or a second one. Raises MPI's errors, and
-    the errors of `as_bytes` for a buffer that MPI refuses.
+    ``receives`` is the index of the receive buffer: 0, or that of a second buffer. Raises MPI's errors, and those of
+    `as_bytes`.
     """
     try:
         return method(called, *arguments)
@@ -74,20 +74,20 @@ def call(
 
 
 class HostCopies:
-    """The host copies of one call's buffers, made in the order of one stream."""
+    """The pinned host copies of one call's device buffers, made in the order of one stream."""
 
     def __init__(self, backend: Backend, stream: int) -> None:
         self._backend, self._stream = backend, stream
-        self.made: list[tuple[ArrayMemory, npt.NDArray[np.uint8], bool]] = []
+        self.staged: list[tuple[ArrayMemory, npt.NDArray[np.uint8], bool]] = []
         """Each device buffer, its copy in pinned host memory, and whether the call writes it."""
 
-    def spec(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:
-        """Return the argument ``name`` for MPI: ``spec`` itself, or an argument with a pinned copy of its device array.
+    def stage(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:
+        """Return the argument ``name`` for MPI: ``spec`` itself, or with a pinned copy in place of its device array.
 
-        The copy is stream-ordered: it holds the data after `ready`. ``operand`` is the argument after `parse`. With it
-        the copy holds all elements, which may reach beyond the bytes of an address, and the result names a type that
-        MPI lacks, for mapped memory. Raises `InvalidUsageError` if MPI has no type for the elements otherwise, and for
-        an array of another GPU.
+        The copy is enqueued, and holds the data after `wait`. ``operand`` is the argument after `parse`. With it the
+        copy holds all elements, which may reach beyond the bytes of an address, and the result may name a type that MPI
+        lacks, for mapped memory. Without it such a type raises `InvalidUsageError`, and so does an array of another
+        GPU.
         """
         array = array_of(spec)
         if array is None or array is MPI.IN_PLACE:
@@ -98,7 +98,7 @@ class HostCopies:
         memory = read(array, writable, name)
         if not memory.on_device:
             return spec
-        require_here(name, memory.device, self._backend.device)
+        require_same_device(name, memory.device, self._backend.device)
         if operand is not None and memory.room is not None:
             memory.nbytes = max([memory.nbytes, *(end - memory.pointer for _, end in operand.extents)])
         host = self._backend.pinned(memory.nbytes)
@@ -110,13 +110,13 @@ class HostCopies:
                 "[buffer, MPI.BYTE]"
             ) from None
         self._fill(memory, host)
-        self.made.append((memory, host, writable))
+        self.staged.append((memory, host, writable))
         return copied
 
-    def again(self, stream: int) -> None:
-        """Make the copies once more, in the order of ``stream``. They hold the data after `ready`."""
+    def refresh(self, stream: int) -> None:
+        """Copy all device buffers again, on ``stream``. The copies hold the data after `wait`."""
         self._stream = stream
-        for memory, host, _ in self.made:
+        for memory, host, _ in self.staged:
             self._fill(memory, host)
 
     def _fill(self, memory: ArrayMemory, host: npt.NDArray[np.uint8]) -> None:
@@ -124,55 +124,49 @@ class HostCopies:
         # must come back unchanged.
         self._backend.copy(host.ctypes.data, memory.pointer, memory.nbytes, self._stream)
 
-    def ready(self) -> None:
+    def wait(self) -> None:
         """Wait until the copies hold the data. Blocking."""
         self._backend.synchronize(self._stream)
 
-    def back(self) -> None:
+    def copy_back(self) -> None:
         """Copy the receive buffers to the device. Blocking, because the pinned memory is released afterwards."""
-        for memory, host, written in self.made:
+        for memory, host, written in self.staged:
             if written:
                 self._backend.copy(memory.pointer, host.ctypes.data, memory.nbytes, self._stream)
         self._backend.synchronize(self._stream)
 
 
-BY_MPI = "MPI carries it out on the host: call it outside the capture"
-"""The reason of `require_no_graph` for calls by MPI, and the way out."""
-
-
-BESIDE = (
+NEEDS_MPI = "MPI carries it out on the host: call it outside the capture"
+NEEDS_HOST_COPY = (
     "the host copies the host array beside an array on a GPU: pass arrays on the GPU, or call it outside the capture"
 )
-"""The reason of `require_no_graph` for calls with host arrays beside device arrays, and the way out."""
+"""Why `require_no_capture` refuses a call by MPI, or one with host arrays beside device arrays; and the way out."""
 
 
-def require_no_graph(operation: str, backend: GpuBackend, stream: int, reason: str) -> None:
-    """Raise `InvalidUsageError` if ``stream`` captures a graph. Local.
-
-    ``reason`` says why the call needs the host, and the way out.
-    """
+def require_no_capture(operation: str, backend: GpuBackend, stream: int, reason: str) -> None:
+    """Raise `InvalidUsageError` if ``stream`` captures a CUDA graph. ``reason`` says why, and the way out. Local."""
     if backend.is_capturing(stream):
         raise InvalidUsageError(f"{operation} cannot be part of a CUDA graph, because {reason}")
 
 
-def announce(operation: str, reason: str) -> None:
-    """Log once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
-    way = f"through pinned host memory and MPI: {reason}"
-    report_slow_way(way)
-    log_once(logger.info, f"{operation} on device arrays goes {way}")
+def log_host_staging(operation: str, reason: str) -> None:
+    """Log once per operation and reason, at INFO, that a call on device arrays is staged through host memory."""
+    path = f"through pinned host memory and MPI: {reason}"
+    report_slow_path(path)
+    log_once(logger.info, f"{operation} on device arrays goes {path}")
 
 
 def warn_of_host_array(operation: str) -> None:
-    """Log once per operation that a call with a host array beside a device array is slow. Local."""
+    """Warn once per operation of a host array beside a device array, which makes the call slow. Local."""
     reason = "a host array beside an array on a GPU goes through pinned memory"
-    report_slow_way(reason)
+    report_slow_path(reason)
     log_once(logger.warning, f"{operation}: {reason}, which is slower")
 
 
 def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:
-    """Return send and receive arguments for a Reduce_scatter in place in host memory: a copy, and the memory.
+    """Return arguments that are not in place for a Reduce_scatter on host memory: a copy of the input, and the memory.
 
-    A buffer of a derived datatype stays in place.
+    With a derived datatype it stays in place.
     """
     operand = parse(receive, writable=True, name="recvbuf")
     datatype = None if operand.dtype is None else types.mpi_datatype(operand.dtype)

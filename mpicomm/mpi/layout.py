@@ -43,8 +43,8 @@ class DatatypeLayout:
         return max((region.ends[1] for region in self.regions), default=0)
 
     @cached_property
-    def is_run(self) -> bool:
-        """Whether the element is one run of bytes, or has no bytes."""
+    def is_contiguous(self) -> bool:
+        """Whether the element is one run of bytes, or has none."""
         return not self.regions or (len(self.regions) == 1 and not self.regions[0].loops)
 
     def repeated(self, count: int) -> DatatypeLayout:
@@ -57,19 +57,19 @@ def _repeated(layout: DatatypeLayout, count: int) -> DatatypeLayout:
     return replace(layout, regions=repeated(layout.regions, count, layout.extent), extent=count * layout.extent)
 
 
-def run_of(nbytes: int) -> DatatypeLayout:
+def byte_run(nbytes: int) -> DatatypeLayout:
     """Return the layout of ``nbytes`` consecutive bytes."""
     return DatatypeLayout((Region(0, (), nbytes),) if nbytes else (), nbytes, None)
 
 
-def together(parts: Iterable[tuple[int, DatatypeLayout]]) -> DatatypeLayout:
-    """Return the layout of parts that are packed one after the other. Each is a displacement in bytes and a layout."""
-    return DatatypeLayout(joined(_in_turn((displ, part.regions) for displ, part in parts)), 0, None)
+def concat(parts: Iterable[tuple[int, DatatypeLayout]]) -> DatatypeLayout:
+    """Return the layout of parts, packed in this order. Each is a displacement in bytes and a layout."""
+    return DatatypeLayout(joined(_in_packed_order((displ, part.regions) for displ, part in parts)), 0, None)
 
 
 @dataclass(slots=True)
-class Known:
-    """What is known of a datatype."""
+class DatatypeFacts:
+    """What MPI says of a datatype, cached."""
 
     datatype: MPI.Datatype
     """The object, which lives as long as this, so that no other object gets its id."""
@@ -78,7 +78,7 @@ class Known:
     layout: DatatypeLayout | None
     """None only for DATATYPE_NULL.
 
-    If other types also had None, ranks that name the same elements by different types would take different ways.
+    If other types also had None, ranks that name the same elements by different types would choose different carriers.
     """
     key: DatatypeLayout | int | None
     """The bytes of an element, if any number of elements is one run of bytes; else the layout."""
@@ -88,54 +88,51 @@ class Known:
     """The layout in which pairs of MPI have their gaps; None if no call has needed it."""
 
 
-known: dict[int, Known] = {}
-"""What is known of datatypes by the id of their object: MPI takes three times as long to find an attribute.
-
-MPI reuses handles, so a handle is no key.
-"""
-_MOST_KNOWN = 1024
+known_facts: dict[int, DatatypeFacts] = {}
+"""Facts by the id of the datatype's object. An MPI attribute would take three times as long, and handles are reused."""
+_MOST_FACTS = 1024
 
 
-def known_of(datatype: MPI.Datatype) -> Known:
-    """Return what is known of a datatype. Local."""
-    kept = known.get(id(datatype))
+def facts_of(datatype: MPI.Datatype) -> DatatypeFacts:
+    """Return the facts of a datatype, from the cache or from MPI. Local."""
+    kept = known_facts.get(id(datatype))
     if kept is not None and kept.handle == datatype.handle:
         return kept
-    if len(known) % 32 == 0:  # seldom, because it looks at all of them
-        for number, each in known.copy().items():
+    if len(known_facts) % 32 == 0:  # seldom, because it looks at all of them
+        for number, each in known_facts.copy().items():
             if each.handle != each.datatype.handle:  # the program has freed it
-                known.pop(number, None)
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
-    layout = made_layout(datatype)
-    has_gaps = layout is None or not layout.is_run or layout.begin or layout.nbytes != layout.extent
+                known_facts.pop(number, None)
+        if len(known_facts) >= _MOST_FACTS:
+            known_facts.clear()
+    layout = layout_from_mpi(datatype)
+    has_gaps = layout is None or not layout.is_contiguous or layout.begin or layout.nbytes != layout.extent
     key = layout if layout is None or has_gaps else layout.nbytes
     nbytes = key if type(key) is int and datatype.is_predefined else None
-    kept = known[id(datatype)] = Known(datatype, datatype.handle, layout, key, nbytes)
+    kept = known_facts[id(datatype)] = DatatypeFacts(datatype, datatype.handle, layout, key, nbytes)
     return kept
 
 
 def layout_of(datatype: MPI.Datatype) -> DatatypeLayout | None:
-    """Return the layout of a datatype; None if `known_of` has none. Local."""
-    return known_of(datatype).layout
+    """Return the layout of a datatype; None if `facts_of` has none. Local."""
+    return facts_of(datatype).layout
 
 
-def made_layout(datatype: MPI.Datatype) -> DatatypeLayout | None:
-    """Return a new layout of a datatype, perhaps of a part of another one; None for DATATYPE_NULL. Local."""
+def layout_from_mpi(datatype: MPI.Datatype) -> DatatypeLayout | None:
+    """Return the layout of a datatype, uncached; None for DATATYPE_NULL. Local."""
     if not datatype.is_predefined:
-        return made_of(datatype, made_layout)
+        return derived_layout(datatype, layout_from_mpi)
     if datatype == MPI.DATATYPE_NULL:
         return None
     extent, dtype = datatype.extent, types.numpy_dtype(datatype)
     if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
         return DatatypeLayout(_measured_regions(datatype), extent, dtype)
-    return replace(run_of(datatype.size), extent=extent, dtype=dtype)
+    return replace(byte_run(datatype.size), extent=extent, dtype=dtype)
 
 
-def made_of(datatype: MPI.Datatype, part: Callable[[MPI.Datatype], DatatypeLayout | None]) -> DatatypeLayout:
-    """Return the layout of a derived datatype. ``part`` returns the layout of a datatype from which it was made."""
+def derived_layout(datatype: MPI.Datatype, part: Callable[[MPI.Datatype], DatatypeLayout | None]) -> DatatypeLayout:
+    """Return the layout of a derived datatype. ``part`` returns the layout of a datatype that it was made from."""
     base, combiner, parameters = datatype.decode()
-    blocks = _BLOCKS.get(combiner)
+    blocks = _RULES.get(combiner)
     bases = parameters.get("datatypes", [base])
     layouts = [part(each) for each in bases]
     for each in bases:
@@ -148,8 +145,8 @@ def made_of(datatype: MPI.Datatype, part: Callable[[MPI.Datatype], DatatypeLayou
     return DatatypeLayout(regions, datatype.extent, basic.pop() if len(basic) == 1 else None)
 
 
-def _in_turn(parts: Iterable[tuple[int, Regions]]) -> Iterator[Region]:
-    """Yield the regions of parts that are packed one after the other. Each is a displacement in bytes and regions."""
+def _in_packed_order(parts: Iterable[tuple[int, Regions]]) -> Iterator[Region]:
+    """Yield the regions of parts, packed in this order. Each is a displacement in bytes and regions."""
     packed = 0
     for displ, regions in parts:
         for region in regions:
@@ -171,7 +168,9 @@ def _indexed(parts: Sequence[DatatypeLayout], parameters: dict[str, Any], *, uni
 
 def _struct(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
     blocks = zip(parts, parameters["displacements"], parameters["blocklengths"], strict=True)
-    return joined(_in_turn((displ, repeated(part.regions, count, part.extent)) for part, displ, count in blocks))
+    return joined(
+        _in_packed_order((displ, repeated(part.regions, count, part.extent)) for part, displ, count in blocks)
+    )
 
 
 def _subarray(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
@@ -187,7 +186,7 @@ def _subarray(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Re
     return tuple(region.moved(offset, 0) for region in regions)
 
 
-_BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]] = {
+_RULES: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]] = {
     "DUP": lambda parts, parameters: parts[0].regions,
     "RESIZED": lambda parts, parameters: parts[0].regions,
     "CONTIGUOUS": lambda parts, parameters: repeated(parts[0].regions, parameters["count"], parts[0].extent),
@@ -200,7 +199,7 @@ _BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]
     "STRUCT": _struct,
     "SUBARRAY": _subarray,
 }
-"""For each combiner of MPI, a function that returns the regions of a datatype made from others."""
+"""The regions of a derived datatype by its combiner: functions of the layouts of its parts and its parameters."""
 
 
 def _measured_regions(datatype: MPI.Datatype) -> Regions:
@@ -225,7 +224,7 @@ def _measured_regions(datatype: MPI.Datatype) -> Regions:
         assert end == datatype.size, "MPI packs more than the elements"
         places += packed[:end].astype(np.int64) << (8 * digit)
     alone.Free()
-    return at_blocks(run_of(1).regions, 1, places.tolist(), [1] * len(places), 1)
+    return at_blocks(byte_run(1).regions, 1, places.tolist(), [1] * len(places), 1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import custom_op, is_custom
 from mpicomm.mpi import types
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.types import is_narrow, numpy_dtype
 
 if TYPE_CHECKING:

@@ -106,8 +106,8 @@ def repeated(regions: Regions, count: int, stride: int) -> Regions:
     return tuple(_looped(region, count, stride, nbytes) for region in regions)
 
 
-def placed(regions: Regions, places: Places) -> Regions:
-    """Return copies of regions, one at each place. A place is a displacement in bytes."""
+def repeated_at(regions: Regions, places: Places) -> Regions:
+    """Return copies of regions at displacements in bytes."""
     steps = np.diff(places)
     if (steps == steps[:1]).all():
         copies = repeated(regions, len(places), int(steps[0]) if len(steps) else 0)
@@ -142,7 +142,7 @@ def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequ
     packed = 0
     for start, stop in pairwise(bounds):
         block = repeated(element, int(lengths[start]), extent)
-        made += (region.moved(0, packed) for region in placed(block, places[start:stop]))
+        made += (region.moved(0, packed) for region in repeated_at(block, places[start:stop]))
         packed += packed_nbytes(block) * (stop - start)
     return joined(made)
 

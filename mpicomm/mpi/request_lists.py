@@ -1,8 +1,8 @@
 """mpi4py's calls on lists of requests, for lists that hold requests of this package.
 
-MPICH ends a program that gives such a call an open generalized request beside other requests. So these calls give MPI
-the list without the requests that are open, and ask those in turn. The first request of this package replaces mpi4py's
-calls, which go on to serve all other lists.
+MPICH ends a program that passes such a call a generalized request that is not complete beside other requests. So these
+calls pass MPI the list without the incomplete ones, and poll those in turn. The first request of this package replaces
+mpi4py's calls, which go on to serve all other lists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Requests = Sequence[MPI.Request]
 
 
 class Driven:
-    """A request that advances only in a thread that asks for it. The classes of requests inherit from it."""
+    """The base of this package's requests, which advance only in a thread that polls them."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ class Driven:
 
     @property
     def active(self) -> Any:
-        """The `DeferredRequest` for which a wait would wait. None if there is none: the request counts as null."""
+        """The `DeferredRequest` for which a wait would wait; None for a null request."""
         raise NotImplementedError
 
     def wait(self, status: MPI.Status | None = None) -> None:
@@ -102,11 +102,8 @@ def _start_all(requests: Sequence[MPI.Prequest]) -> None:
         request.Start()
 
 
-def pauses() -> Iterator[None]:
-    """Yield for ever, with a pause before each time except the first.
-
-    Early pauses are short, because most work takes less.
-    """
+def backoff() -> Iterator[None]:
+    """Yield for ever, so that the caller polls: at first without sleep, because most work takes less than `SPIN_S`."""
     until = time.perf_counter() + SPIN_S
     while True:
         yield
@@ -117,7 +114,7 @@ def pauses() -> Iterator[None]:
 
 
 Found = tuple[bool, list[Any]]
-"""Whether a wait is over, and the items of the answer of mpi4py's test: places, flag and objects of messages."""
+"""Whether a wait is over, and the items of the answer of mpi4py's test: indices, flag and objects of messages."""
 
 
 def _answer(
@@ -129,7 +126,7 @@ def _answer(
     statuses: Any = None,
 ) -> Any:
     """Answer as mpi4py's wait for requests, or as ``test``, its test of them. A call that ``takes`` ends requests."""
-    for _ in pauses():
+    for _ in backoff():
         over, answer = find(test, takes, requests, statuses)
         if over or not waits:
             break
@@ -146,7 +143,7 @@ def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None
         work.driven = True
     try:
         left, others = [*works.values()], [each for each in in_mpi if not isinstance(each, Driven)]
-        for _ in pauses():
+        for _ in backoff():
             left = [work for work in left if not work.advance()]
             others = [each for each in others if not _get_status(each)]  # MPI goes on with them: work may wait for that
             if not (left or others):

@@ -1,4 +1,4 @@
-"""Requests for work that MPI does not know: work of a device's stream, or a message on its way into a device."""
+"""Requests for work that MPI does not know: work on a stream, or a message on its way into a device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.request_lists import PAUSE_S, SPIN_S, Driven, replace_list_calls
 from mpicomm.waiting import ENDING, start_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_NEEDED_S = 5e-3  # for this time after it has completed work, a completer's pauses stay short
+_NEEDED_S = 5e-3  # for this time after it has completed work, the pauses of a progress thread stay short
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 16e-3  # its other pauses, each twice as long as the one before
 _YIELDING_S = SPIN_S - 50e-6  # the end of a spin, in which it yields: most collectives of a GPU end before
-_LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
+_LINGER_S = 0.05  # a progress thread lives so long without work, because starting a thread takes longer
 # Looked up once, because `super()` and attributes add their time to each request.
 _byte = MPI.BYTE
 _wait = MPI.Request.Wait
@@ -44,18 +44,25 @@ class DeferredRequest(Driven, MPI.Grequest):
     # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. The dictionary is for recorded
     # requests.
     __slots__ = (
-        "__dict__", "_cancel", "_done", "_finish", "_status", "_turn", "driven", "error", "kept", "over", "silent",
+        "__dict__",
+        "_cancel",
+        "_done",
+        "_finish",
+        "_lock",
+        "_status",
+        "driven",
+        "error",
+        "kept",
+        "over",
+        "silent",
     )  # fmt: skip
     _cancel: Callable[[], None] | None
     _done: Callable[[], bool]
     _finish: Callable[[], None]
     _status: MPI.Status | None
-    _turn: threading.Lock
+    _lock: threading.Lock
     driven: bool
-    """Whether a thread drives the work, so that the completer skips it.
-
-    A completer that misses a change may also complete the work.
-    """
+    """Whether a thread drives the work, so that the progress thread may skip it."""
     error: BaseException | None
     kept: Any
     """The buffers, which live until the work is done.
@@ -64,7 +71,7 @@ class DeferredRequest(Driven, MPI.Grequest):
     """
     over: bool
     silent: bool
-    """Whether a call of this package fills the status and raises the error, so that `_say` need not do so in MPI."""
+    """Whether a call of this package fills the status and raises the error, so that `_query` need not."""
 
     @classmethod
     def of(
@@ -80,12 +87,11 @@ class DeferredRequest(Driven, MPI.Grequest):
         if status is None:
             self = _new_request(cls, _start_request(None, None, None))
         else:
-            # mpi4py never reports a request without a callback for cancelling as cancelled. This callback does nothing,
-            # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
-            # `Cancel` calls ``cancel``.
-            self = _new_request(cls, _start_request(lambda said: self._say(said), None, lambda completed: None))
+            # mpi4py never reports a request without a cancel callback as cancelled. This callback does nothing, as
+            # MPI holds its lock meanwhile, and the holder of `_lock` may wait for that. `Cancel` calls ``cancel``.
+            self = _new_request(cls, _start_request(lambda into: self._query(into), None, lambda completed: None))
         self._done, self._finish, self._status, self._cancel = done, finish, status, cancel
-        self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
+        self._lock = threading.Lock()  # the waiting thread and the progress thread both advance the work
         self.error = self.kept = None
         self.over = self.driven = self.silent = False
         return self
@@ -95,11 +101,11 @@ class DeferredRequest(Driven, MPI.Grequest):
         return self if self else None
 
     def advance(self, until_s: float = 0.0) -> bool:
-        """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
+        """Return whether the work is done, and complete the request if it is.
 
-        The clock is `time.perf_counter`.
+        It polls at least once, and until `time.perf_counter` shows ``until_s``.
         """
-        with self._turn:
+        with self._lock:
             alone_until_s = until_s - _YIELDING_S
             while not self.over:
                 try:
@@ -111,17 +117,17 @@ class DeferredRequest(Driven, MPI.Grequest):
                 if over:
                     self.kept = None
                     self.Complete()
-                    self.over = True  # after MPI knows, because `Wait` looks without the lock
+                    self.over = True  # after MPI knows, because `Wait` reads it without the lock
                 else:
                     now_s = time.perf_counter()
                     if now_s >= until_s:
                         return False
-                    if now_s >= alone_until_s:  # not before, because a yield takes as long as several looks
-                        os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
+                    if now_s >= alone_until_s:  # not before, because a yield takes as long as several polls
+                        os.sched_yield()  # to the rank that this one waits for, if ranks share cores
         return True
 
     def drive(self) -> None:
-        """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
+        """Wait for the work in this thread. A wait in MPI would keep the progress thread out for milliseconds.
 
         Most work takes less than `SPIN_S`. The later pauses are shorter than the pauses of `wait_until`,
         which could delay a collective of a millisecond.
@@ -135,7 +141,7 @@ class DeferredRequest(Driven, MPI.Grequest):
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
     def fill(self, status: MPI.Status) -> None:
-        """Write the result of a message into a status, which MPI has filled for this request."""
+        """Write the result of the message into a status that MPI has filled for this request."""
         known = self._status
         if known is not None:
             status.Set_elements(_byte, known.Get_count(_byte))
@@ -143,12 +149,12 @@ class DeferredRequest(Driven, MPI.Grequest):
             status.Set_source(known.source)
             status.Set_tag(known.tag)
 
-    def _say(self, status: MPI.Status) -> None:
-        """Answer MPI in a wait that does not know this class."""
+    def _query(self, status: MPI.Status) -> None:
+        """Fill the status of a wait inside MPI, which does not know this class: MPI's ``query_fn``."""
         if not self.silent:
             self.fill(status)
             if isinstance(self.error, MPI.Exception):
-                raise self.error  # mpi4py hands it to MPI, which raises it in the waiting thread
+                raise self.error  # mpi4py returns its code to MPI, which raises it in the waiting thread
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
@@ -178,7 +184,7 @@ class DeferredRequest(Driven, MPI.Grequest):
     def Cancel(self) -> None:
         """Cancel a receive if its message has not come yet, as in mpi4py. Other work is left unchanged."""
         super().Cancel()
-        with self._turn:
+        with self._lock:
             if self._cancel is not None and not self.over:
                 self._cancel()
 
@@ -186,27 +192,26 @@ class DeferredRequest(Driven, MPI.Grequest):
 Work = TypeVar("Work")
 
 
-class Completer:
-    """The thread that completes the work of one communicator. It lives as long as there is work.
+class ProgressThread:
+    """A thread that completes the work of one communicator. It lives as long as there is work.
 
     Work has ``over``, ``driven`` and ``advance()``: a `DeferredRequest`, or a message of a torch group.
 
-    The thread advances work, such as a message on its way, without a call of the program. It also completes requests
-    for waits inside MPI, because MPI does not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's
-    default. Without that, only the program's waits and tests advance the work.
+    The thread makes progress without a call of the program. It also completes requests for waits inside MPI, because
+    MPI does not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default. Without that, only
+    the program's waits and tests advance the work.
 
-    The thread polls for finished work, with pauses. No call wakes it. A wake-up would make the thread that starts a
-    collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
-    threads, which makes a program that launches many kernels slower by a tenth if there are a thousand polls a second.
-    So the thread looks at work only after a whole pause, because `Wait` has often completed it by then. The pauses get
-    longer until the thread completes work itself, so work waits at most twice as long as it takes, or for the longest
-    pause.
+    The thread polls, with pauses. No call wakes it: a wake-up would make the thread that starts a collective wait for
+    the GIL, longer than the start takes. Each poll takes the GIL from other threads, too: a thousand polls a second
+    slow a program that launches many kernels down by a tenth. So new work is polled only after a whole pause, because
+    `Wait` has often completed it by then. The pauses get longer until the thread completes work itself, so work waits
+    at most twice as long as it takes, or for the longest pause.
 
-    ``by_itself`` says that the work goes on without frequent polls, as work of a stream does. Then no pause is short.
+    ``self_driven`` work, such as work of a stream, goes on without polls. Then no pause is short.
     """
 
-    def __init__(self, *, by_itself: bool = False) -> None:
-        self._shortest_s = _FIRST_PAUSE_S if by_itself else PAUSE_S
+    def __init__(self, *, self_driven: bool = False) -> None:
+        self._shortest_s = _FIRST_PAUSE_S if self_driven else PAUSE_S
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[Any] = deque()
         self._prepare: Callable[[], None] | None = None
@@ -216,32 +221,32 @@ class Completer:
     def add(self, work: Work, prepare_thread: Callable[[], None] | None) -> Work:
         """Complete ``work`` as soon as it is done, and return it. The thread calls ``prepare_thread`` before.
 
-        On a thread without a device any call of the CUDA runtime makes a context on the first GPU. For each rank with
-        another GPU this costs half a GiB of memory. Work without a device passes None. The thread may have begun with
-        such work.
+        On a thread without a device any call of the CUDA runtime makes a context on the first GPU, which costs each
+        rank with another GPU half a GiB of memory. Work without a device passes None, and the thread may have begun
+        with such work.
         """
         if not self._threaded:
             return work
         self._prepare = prepare_thread or self._prepare  # before the thread sees the work
         self._pending.append(work)
-        # This test follows the append above, and it is the only test without the lock: see `_may_end`.
+        # After the append above. Only this test does without the lock: see `_may_end`.
         if not self._running:
             with self._beginning_or_ending:
                 if not self._running:
                     self._running = True
-                    start_thread(self._run, "mpicomm completer")
+                    start_thread(self._run, "mpicomm progress")
         return work
 
     def _run(self) -> None:
         is_prepared = False
         busy = needed = time.perf_counter()
-        pause_s, found = _FIRST_PAUSE_S, 0  # the work that the last poll has left, first in the queue
+        pause_s, polled = _FIRST_PAUSE_S, 0  # as many works, first in the queue, as the last poll has left
         while not ENDING.is_set():
             time.sleep(pause_s)
             now = time.perf_counter()
             if now - needed > _NEEDED_S:
                 pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-            for _ in range(found):
+            for _ in range(polled):
                 work = self._pending.popleft()
                 if work.over:  # `Wait` or `Test` has completed it
                     continue
@@ -253,7 +258,7 @@ class Completer:
                     needed, pause_s = now, self._shortest_s
                 else:
                     self._pending.append(work)
-            found = len(self._pending)
+            polled = len(self._pending)
             if now - busy > _LINGER_S and self._may_end():
                 return
 

@@ -21,10 +21,10 @@ from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import ArrayMemory, array_of
-from mpicomm.mpi.faults import RefusedByMpiError, UnknownElementsError, UnknownTypeError
+from mpicomm.mpi.errors import RefusedByMpiError, UnknownElementsError, UnknownTypeError
 
 Shape = Literal["one", "blocks", "vector", "by_recvcounts", "typed"]
-"""How a buffer is read. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count and
+"""How a call reads a buffer. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count and
 displacement for each rank. "by_recvcounts": blocks that ``recvcounts`` cuts, one after the other. "typed": a block of
 any datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
 
@@ -81,9 +81,9 @@ def items(spec: Any, name: str, shape: Shape = "blocks") -> Sequence[Any]:
 
 
 def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None, *, by_name: bool = False) -> Any:
-    """Return a buffer argument with another buffer, and with the type of its elements if it names none.
+    """Return a buffer argument with another buffer, and with the type of its elements if it has no type.
 
-    If MPI has no type for the elements, it has the name of the type ``by_name``, or this raises `InvalidUsageError`.
+    A type that MPI lacks is named by a text if ``by_name``; else it raises `InvalidUsageError`.
     """
     is_list = isinstance(spec, _LISTS)
     # The last of three or four items is the type. The types of Alltoallw are a sequence, which may be empty.
@@ -119,7 +119,7 @@ def datatype_of(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Dat
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether a value is more than one integer."""
+    """Return whether counts or displacements are a sequence, not one integer."""
     try:
         len(value)
     except TypeError:  # a NumPy array without dimensions is also one integer

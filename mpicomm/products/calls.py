@@ -19,7 +19,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.dispatch.dispatcher import Dispatcher
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
-from mpicomm.mpi.arguments import refuse_stream, require_here
+from mpicomm.mpi.arguments import refuse_stream, require_same_device
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Products:
         def multiply_if_possible() -> str:
             refuse_stream(kind, stream)
             operands = reading()
-            require_here(f"{kind}: a", operands.device, "cpu")
+            require_same_device(f"{kind}: a", operands.device, "cpu")
             if operands.out is None:
                 operands.out = operands.new_matrix(operands.shape, operands.result_like)
             made.append((operands, None if kind == "allgather_matmul" else self._partial_sums(operands)))
@@ -93,7 +93,7 @@ class Products:
     def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
         kind, session = operands.kind, self._session
         session.set_up(kind)
-        require_here(f"{kind}: a", operands.device, session.backend.device)
+        require_same_device(f"{kind}: a", operands.device, session.backend.device)
         session.require_usable(kind)
         library, backend = operands.library, session.gpu(kind)
         resolved = backend.stream(stream, a)

@@ -90,8 +90,8 @@ def current() -> Record | None:
     return _calls.open[-1] if _calls.open else None
 
 
-def record_slow_way(reason: str) -> None:
-    """Record why the current call takes a slow way."""
+def record_slow_path(reason: str) -> None:
+    """Record why the current call takes a slow path."""
     record = current()
     if record is not None and reason not in record.slow_ways:
         record.slow_ways.append(reason)
@@ -127,7 +127,7 @@ class Statistics:
 
     rows: tuple[CallStatistics, ...]
     slow_ways: dict[tuple[str, str], int]
-    """The number of calls that took a slow way, by operation and reason."""
+    """The number of calls that took a slow path, by operation and reason."""
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -158,7 +158,7 @@ class Statistics:
         console.print(table)
         if self.slow_ways:
             rows = [(operation, str(calls), why) for (operation, why), calls in sorted(self.slow_ways.items())]
-            console.print(rich_table("mpicomm: slow ways taken", ("operation", "calls", "why"), rows, right=["calls"]))
+            console.print(rich_table("mpicomm: slow paths taken", ("operation", "calls", "why"), rows, right=["calls"]))
 
 
 class Counts:

@@ -21,7 +21,7 @@ from mpicomm.cluster.process import boot_id, namespace, process_number
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError, MpicommError
 from mpicomm.log import logger
-from mpicomm.recording.record import Category, Counts, Reading, Record, current, now_ns, open_records, record_slow_way
+from mpicomm.recording.record import Category, Counts, Reading, Record, current, now_ns, open_records, record_slow_path
 from mpicomm.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class DeviceTracer:
             def traced(plan: Any, stream: int, *arguments: Any, **keywords: Any) -> bool:
                 algorithm, why, slow = plan.choice
                 if slow:
-                    record_slow_way(slow)
+                    record_slow_path(slow)
                 with self.enqueued(stream, algorithm, why):
                     return enqueue(plan, stream, *arguments, **keywords)
 

@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
-from mpicomm.mpi.requests import Completer, DeferredRequest
+from mpicomm.mpi.requests import DeferredRequest, ProgressThread
 from mpicomm.torch.call_queue import JoinedWork
 from mpicomm.torch.collective_calls import CollectiveCalls
 from mpicomm.torch.groups import communicator_on, create_communicator, create_subgroup, store_barrier
@@ -45,7 +45,7 @@ class ProcessGroup(CollectiveCalls):
         self._group_name = self._group_desc = ""
         self._store = store
         self._timeout_s = timeout_s
-        self._messages = Completer(by_itself=True)
+        self._messages = ProgressThread(self_driven=True)
         self._monitored = 0
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

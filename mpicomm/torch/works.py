@@ -165,7 +165,7 @@ class PendingWork(Work):
 
 
 class MessageWork(PendingWork):
-    """A message that is sent or received. MPI moves it only inside its calls, so a `Completer` looks at it as well."""
+    """A message that is sent or received. MPI moves it only inside its calls, so a `ProgressThread` polls it, too."""
 
     over = driven = False
 

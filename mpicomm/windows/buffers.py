@@ -13,10 +13,10 @@ from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import LOCATING, MOVING
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, require_here
+from mpicomm.mpi.arguments import Operand, parse, require_same_device
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.layout import DatatypeLayout, elements_at, known_of, made_layout, made_of
+from mpicomm.mpi.errors import RefusedByMpiError
+from mpicomm.mpi.layout import DatatypeLayout, derived_layout, elements_at, facts_of, layout_from_mpi
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.regions import Region
 from mpicomm.mpi.spec import datatype_of, index_of, no_type
@@ -94,7 +94,7 @@ def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> Lo
         raise InvalidUsageError(f"{name}: MPI.BOTTOM has no meaning for a window of a device: pass the array itself")
     operand = parse(spec, writable=writable, name=name)
     if operand.on_device:
-        require_here(name, operand.device, backend.device)
+        require_same_device(name, operand.device, backend.device)
     return LocalBuffer(name, operand.pointer, _elements_of(operand), operand.on_device, array)
 
 
@@ -204,7 +204,7 @@ def as_pairs(elements: TypedElements) -> TypedElements:
     """
     if elements.datatype is None or elements.dtype is not None:
         return elements
-    known = known_of(elements.datatype)
+    known = facts_of(elements.datatype)
     layout = known.whole_pairs = known.whole_pairs or _with_whole_pairs(elements.datatype)
     if layout is None or layout.dtype not in kernel_types():
         return elements
@@ -222,9 +222,9 @@ def _with_whole_pairs(datatype: MPI.Datatype) -> DatatypeLayout | None:
     if datatype.is_predefined:
         dtype = next((_dtype(pair, value) for pair, value in _VALUES if pair == datatype), None)
         if dtype is None:
-            return made_layout(datatype)
+            return layout_from_mpi(datatype)
         return DatatypeLayout((Region(0, (), dtype.itemsize),), dtype.itemsize, dtype)
-    return made_of(datatype, _with_whole_pairs)
+    return derived_layout(datatype, _with_whole_pairs)
 
 
 @dataclass(frozen=True)

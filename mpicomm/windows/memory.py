@@ -20,7 +20,7 @@ from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle, MemoryUse
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedMemory, SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.array import require_contiguous, require_writable

@@ -17,7 +17,7 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels import window as kernels
 from mpicomm.kernels.packing import blocks_for
-from mpicomm.mpi.layout import DatatypeLayout, run_of
+from mpicomm.mpi.layout import DatatypeLayout, byte_run
 from mpicomm.mpi.types import is_covered
 from mpicomm.windows.buffers import LocalBuffer, Target, Update, is_aligned
 
@@ -36,7 +36,7 @@ class RunUpdate:
         self._itemsize = itemsize = update.dtype.itemsize
         self._kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)
         # The kernel reads a single run from its argument.
-        walk = table_of_element(run_of(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
+        walk = table_of_element(byte_run(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
         self._arguments = kernels.AccumulateArguments(walk, 0)
         self._walk, self._run = self._arguments.walk, self._arguments.walk.first
         self._enqueue = backend.launcher(self._kernel, self._arguments)
@@ -184,7 +184,7 @@ class Steps:
             captures = backend.is_capturing(stream)
             self.run_update(update)(target.address, values, result, elements.nbytes, stream, captures)
             return
-        table = table_of_element(run_of(elements.nbytes) if elements.layout is None else elements.layout)
+        table = table_of_element(byte_run(elements.nbytes) if elements.layout is None else elements.layout)
         regions = backend.pack_table(table)
         walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
         kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)

@@ -13,7 +13,7 @@ from mpicomm.activity.reading import read_calls
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError, name_ranks
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.order import StreamUse

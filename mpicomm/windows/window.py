@@ -11,8 +11,8 @@ from mpi4py.MPI import SUM
 from mpicomm.kernels.window import SWAPPED_SIZES
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.descriptors import descriptor_of
-from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.requests import Completer, DeferredRequest
+from mpicomm.mpi.errors import RefusedByMpiError
+from mpicomm.mpi.requests import DeferredRequest, ProgressThread
 from mpicomm.windows.buffers import (
     LocalBuffer,
     Update,
@@ -50,7 +50,7 @@ class WindowCalls(Synchronisation):
     def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group) -> None:
         super()._begin(memory, array, group)
         self._forms: dict[tuple[Any, ...], _Form] = {}  # of known calls, by operation, target rank and types
-        self._completer = Completer(by_itself=True)
+        self._progress_thread = ProgressThread(self_driven=True)
 
     def Put(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> None:
         """Copy ``origin`` into the part of ``target_rank``. Local, stream-ordered."""
@@ -177,7 +177,7 @@ class WindowCalls(Synchronisation):
         work = DeferredRequest.of(is_done, lambda: None)
         if not work.advance():
             work.kept = local
-            self._completer.add(work, self._backend.prepare_thread)
+            self._progress_thread.add(work, self._backend.prepare_thread)
         return work
 
     def _accumulate(

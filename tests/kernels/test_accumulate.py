@@ -20,7 +20,7 @@ from mpicomm.kernels.window import (
     accumulate_kernel,
     swap_kernel,
 )
-from mpicomm.mpi.layout import DatatypeLayout, run_of
+from mpicomm.mpi.layout import DatatypeLayout, byte_run
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.windows.buffers import kernel_types
 from tests.helpers.fakes.window_devices import combine_pairs
@@ -57,7 +57,7 @@ class Updates:
     ) -> Any:
         """Enqueue an update. Return the place of the previous elements."""
         machine = self.machine
-        form = form or run_of(values.nbytes)
+        form = form or byte_run(values.nbytes)
         given, result = machine.place(rank, values), machine.place(rank, np.zeros_like(values))
         table = table_of_jobs([PackJob(0, form, 0)])
         regions = machine.place(rank, np.frombuffer(table.content, np.uint8))

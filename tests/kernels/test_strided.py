@@ -78,8 +78,8 @@ class Blocks:
         self._starts = np.cumsum([0, *(each.end + int(rng.integers(40)) for each in layouts)]).tolist()
         self.memory: Place = machine.place(rank, rng.integers(0, 256, self._starts[-1] + 16, np.uint8))
         self.expected = self.memory.bytes.copy()
-        self.gaps = tuple(None if each.is_run else Gaps.of(each) for each in layouts)
-        assert all(each or layout.is_run for each, layout in zip(self.gaps, layouts, strict=True))
+        self.gaps = tuple(None if each.is_contiguous else Gaps.of(each) for each in layouts)
+        assert all(each or layout.is_contiguous for each, layout in zip(self.gaps, layouts, strict=True))
         firsts = [each.regions[0].offset if each.regions else 0 for each in layouts]
         self.spans = [
             Span(self.memory.address + start + first if each.nbytes else 0, each.nbytes)

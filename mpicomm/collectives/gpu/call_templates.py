@@ -18,7 +18,7 @@ from mpicomm.collectives.signature import hash_with_count
 from mpicomm.devices.base import GrowingScratch
 from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.descriptors import descriptor_of, has_count
-from mpicomm.mpi.layout import run_of
+from mpicomm.mpi.layout import byte_run
 from mpicomm.mpi.spec import Shape
 from mpicomm.sharing.segments import Mappings
 
@@ -305,7 +305,7 @@ def _with_gaps(spec: Any) -> list[tuple[int, int, int, int]]:
     if plain is None or plain[2][-1] != "gaps":
         return []
     found = zip(*plain[2][1:3], strict=True)
-    layouts = [run_of(each * count) if type(each) is int else each.repeated(count) for each, count in found]
+    layouts = [byte_run(each * count) if type(each) is int else each.repeated(count) for each, count in found]
     return [(each.nbytes, each.regions[0].offset if each.regions else 0, each.begin, each.end) for each in layouts]
 
 

@@ -22,7 +22,7 @@ from mpicomm.mpi.descriptors import (
     of_library,
     type_key,
 )
-from mpicomm.mpi.requests import Completer, DeferredRequest
+from mpicomm.mpi.requests import DeferredRequest, ProgressThread
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -89,7 +89,7 @@ class PlanCache:
         self._by_client: dict[Hashable, AnyPlan] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
-        self._completer = Completer(by_itself=True)
+        self._progress_thread = ProgressThread(self_driven=True)
 
     def find(
         self,
@@ -258,7 +258,7 @@ class PlanCache:
         backend, mark = self._session.backend, self.engine.completions.take()
         is_enqueued = self.enqueue(plan, stream, send, receive, mark, vote=vote)
         done = mark.passed if is_enqueued else partial(bool, True)
-        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
+        return self._progress_thread.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 
     def enqueue_on(
         self, plan: AnyPlan, stream: int, event: LocalEvent | Mark | None = None, *, noted: bool = False

@@ -94,11 +94,11 @@ def values_of(array: Any) -> Any:
 
 @contextlib.contextmanager
 def on_gpus(
-    device: str, made_of: Callable[[Any], Any] = lambda comm: comm.Dup(), timeout_s: float | None = None
+    device: str, derived_layout: Callable[[Any], Any] = lambda comm: comm.Dup(), timeout_s: float | None = None
 ) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """A communicator of GPUs, real ones or threads, ``made_of`` another one, and how its arrays are made."""
+    """A communicator of GPUs, real ones or threads, ``derived_layout`` another one, and how its arrays are made."""
     with communicator(device, timeout_s=timeout_s or patience_s(device)) as comm, array_module(comm) as xp:
-        child = made_of(comm)
+        child = derived_layout(comm)
         if device == "cpu":
             of_threads = take_for_gpu(child)
             with on_host_engine(child):

@@ -20,7 +20,7 @@ import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.activity.reading import read_activity
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.mpi.faults import BufferRefusedError
+from mpicomm.mpi.errors import BufferRefusedError
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared
 from tests.helpers.rigs.communicators import FORMS, method_name
 

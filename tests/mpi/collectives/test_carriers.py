@@ -224,7 +224,7 @@ def test_a_blocking_call_follows_the_calls_that_are_started(device: str, monkeyp
         here = np.array if comm.rank == 0 else make
         total = here(np.zeros(3))
         # Without the thread that begins started calls, which would come first by chance.
-        monkeypatch.setattr(comm._collectives._votes.completer, "_threaded", False)
+        monkeypatch.setattr(comm._collectives._votes.progress_thread, "_threaded", False)
         if comm.rank:
             WORLD.Barrier()
         request = comm.Iallreduce(here(np.ones(3)), total)
@@ -241,7 +241,7 @@ def test_a_persistent_call_of_mpi_follows_the_calls_that_are_started(rig: Rig, m
     ring.gpu = take_for_gpu(ring)
     with on_host_engine(ring):
         ring.Allreduce(np.ones(3), np.zeros(3))
-        monkeypatch.setattr(ring._collectives._votes.completer, "_threaded", False)
+        monkeypatch.setattr(ring._collectives._votes.progress_thread, "_threaded", False)
         if rig.rank == rig.size - 1:
             WORLD.Barrier()
         blocks, total = np.zeros(2), DeviceArray(ring.gpu, np.zeros(rig.size))

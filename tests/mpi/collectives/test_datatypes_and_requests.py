@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError, Op, PeerError
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.mpi.requests import Completer
+from mpicomm.mpi.requests import ProgressThread
 from mpicomm.waiting import wait_until
 from tests.helpers.inputs.buffers import SPREADS, Placed, one_of, spread, values
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, REDUCTIONS, Case, Prepared
@@ -246,7 +246,7 @@ def test_nonblocking_calls_that_differ_are_told(host_comm: mpicomm.Communicator)
 def test_buffers_that_the_caller_drops_live_until_the_call_is_over(
     comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Completer, "add", lambda self, work, prepare_thread: work)  # only `Wait` completes it
+    monkeypatch.setattr(ProgressThread, "add", lambda self, work, prepare_thread: work)  # only `Wait` completes it
     buffers = [Placed(xp, np.ones(3, np.float16)).array for _ in range(2)]
     for _ in range(2):  # the second time it may be known
         request: Any = comm.Iallreduce(*buffers)

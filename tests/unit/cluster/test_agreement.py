@@ -22,7 +22,7 @@ from mpicomm.errors import (
     MpicommError,
     PeerError,
 )
-from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError, UnknownTypeError
+from mpicomm.mpi.errors import BufferRefusedError, RefusedByMpiError, UnknownTypeError
 from mpicomm.waiting import wait_until
 
 CLASSES: list[type[MpicommError]] = [MpicommError, InvalidUsageError, HandleError, PeerError, CollectiveTimeoutError]

@@ -70,7 +70,7 @@ def bytes_of(datatype: MPI.Datatype, units: int) -> Indices:
     return parts[0] + (parts[1] << 8)
 
 
-def is_run(places: Indices) -> bool:
+def is_contiguous(places: Indices) -> bool:
     return bool((np.diff(places) == 1).all())
 
 
@@ -96,7 +96,7 @@ class Buffer:
             self.spec = [self.array, counts, places, datatypes[0]]
         elif shape == "typed":
             self.spec = [self.array, counts, starts, datatypes]
-        self.stays = all(map(is_run, self.blocks))
+        self.stays = all(map(is_contiguous, self.blocks))
 
     def bytes(self, block: int) -> npt.NDArray[np.uint8]:
         return self.array.memory[self.blocks[block]]
@@ -189,7 +189,7 @@ def test_a_buffer_without_gaps_is_an_array_of_its_elements(
     datatypes: dict[str, MPI.Datatype], arrays: tuple[OnDevice, OnDevice]
 ) -> None:
     send, receive = arrays
-    names = [name for name, datatype in datatypes.items() if name != "plain" and is_run(bytes_of(datatype, 2))]
+    names = [name for name, datatype in datatypes.items() if name != "plain" and is_contiguous(bytes_of(datatype, 2))]
     assert len(names) == 7
     for name in names:
         offset = 4 if name == "run at an offset" else 0

@@ -18,7 +18,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host.selection import goes_to_mpi, mpi_fast_path
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import descriptors
-from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
+from mpicomm.mpi.arguments import Operand, overlaps, parse, require_disjoint
 from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.descriptors import ArrayDescriptor, BlocksDescriptor, descriptor_of, has_count
 from mpicomm.mpi.spec import Shape, typed_blocks
@@ -474,8 +474,8 @@ def test_only_elements_overlap(data: st.DataObject) -> None:
 
 def test_send_and_receive_memory_are_separate() -> None:
     a = np.zeros(10)
-    require_separate(operand_of(a[:5]), operand_of(a[5:]))
-    require_separate(operand_of(a), operand_of(a), reduction=True)
+    require_disjoint(operand_of(a[:5]), operand_of(a[5:]))
+    require_disjoint(operand_of(a), operand_of(a), reduction=True)
     for send, receive, reduction in ((a, a, False), (a[:6], a[4:], True), (a[:6], a, True), (a, a.view("i8"), True)):
         with pytest.raises(InvalidUsageError, match=r"recvbuf and recvbuf overlap: pass MPI\.IN_PLACE"):
-            require_separate(operand_of(send), operand_of(receive), reduction=reduction)
+            require_disjoint(operand_of(send), operand_of(receive), reduction=reduction)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.packed import PackJob, table_of_blocks, table_of_element, table_of_jobs
 from mpicomm.kernels.packing import ENTRY_NBYTES
-from mpicomm.mpi.layout import DatatypeLayout, layout_of, together
+from mpicomm.mpi.layout import DatatypeLayout, concat, layout_of
 from mpicomm.mpi.regions import Region, joined
 from mpicomm.windows.steps import pack_on_host
 from tests.helpers.references.reference_packing import pack, region, runs_of, unpack
@@ -297,8 +297,8 @@ def test_long_lists_in_a_list_are_regions_with_one_list_in_the_table() -> None:
 
 def test_parts_in_turn() -> None:
     row = _layout(MPI.FLOAT.Create_contiguous(3))
-    assert together([(100, row), (112, row)]).regions == (region(100, (), 24),)
-    assert together([(100, row), (0, row)]).regions == (region(100, (), 12), region(0, (), 12, 12))
+    assert concat([(100, row), (112, row)]).regions == (region(100, (), 24),)
+    assert concat([(100, row), (0, row)]).regions == (region(100, (), 12), region(0, (), 12, 12))
 
 
 @pytest.mark.timeout(20)

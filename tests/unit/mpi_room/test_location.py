@@ -133,10 +133,10 @@ def test_mpi_gets_a_copy_of_all_elements_that_an_address_has(memory: npt.NDArray
     ]
     for operand, nbytes in operands:
         copies = HostCopies(backend, 7)
-        host = copies.spec(operand.spec, writable=True, name="buf", operand=operand)[0]
+        host = copies.stage(operand.spec, writable=True, name="buf", operand=operand)[0]
         assert np.array_equal(host, np.arange(nbytes, dtype=np.uint8))
         host += 1
-        copies.back()
+        copies.copy_back()
         assert np.array_equal(memory[:nbytes], np.arange(1, nbytes + 1)) and memory[nbytes] == nbytes
         memory[:] = np.arange(256, dtype=np.uint8)
     gaps.Free()

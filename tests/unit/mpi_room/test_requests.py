@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm.mpi import requests
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest, ProgressThread
 from tests.helpers.jobs.mpiexec import run_job
 from tests.helpers.jobs.pace import HANG_S
 
@@ -34,8 +34,8 @@ def settle(holds: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def completers() -> int:
-    return sum(thread.name == "mpicomm completer" for thread in threading.enumerate())
+def progress_threads() -> int:
+    return sum(thread.name == "mpicomm progress" for thread in threading.enumerate())
 
 
 def nothing() -> None:
@@ -49,9 +49,9 @@ def done_after(looks: int) -> DeferredRequest:
 
 
 def test_work_is_completed_without_a_wait() -> None:
-    completer = Completer()
+    progress = ProgressThread()
     for looks in (0, 1, 5):
-        complete(completer.add(done_after(looks), nothing))
+        complete(progress.add(done_after(looks), nothing))
 
 
 def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
@@ -62,8 +62,8 @@ def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
         return True
 
     work = DeferredRequest.of(lambda: note("looks"), nothing)
-    complete(Completer().add(work, lambda: nothing() if note("has a device") else None))
-    assert seen == [("has a device", "mpicomm completer"), ("looks", "mpicomm completer")]
+    complete(ProgressThread().add(work, lambda: nothing() if note("has a device") else None))
+    assert seen == [("has a device", "mpicomm progress"), ("looks", "mpicomm progress")]
 
 
 def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,31 +71,31 @@ def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPa
     for name in ("PAUSE_S", "_FIRST_PAUSE_S"):
         monkeypatch.setattr(requests, name, 0)
     monkeypatch.setattr(requests, "_LINGER_S", 0)
-    completer = Completer()
+    progress = ProgressThread()
     for number in range(2000):
-        complete(completer.add(done_after(number % 3), nothing))
+        complete(progress.add(done_after(number % 3), nothing))
 
 
 def test_the_thread_that_ends_sees_work_added_before() -> None:
     """The interleaving that could lose work, step by step: it comes just before the thread ends."""
-    completer = Completer()
-    completer._running = True  # this thread plays the completer's
-    work = completer.add(done_after(0), nothing)
-    assert not completer._may_end()
-    assert completer._running
-    completer._pending.clear()
-    assert completer._may_end()
-    complete(completer.add(work, nothing))  # by a new thread
+    progress = ProgressThread()
+    progress._running = True  # this thread plays the progress thread's
+    work = progress.add(done_after(0), nothing)
+    assert not progress._may_end()
+    assert progress._running
+    progress._pending.clear()
+    assert progress._may_end()
+    complete(progress.add(work, nothing))  # by a new thread
 
 
 def test_there_is_one_thread_and_none_in_the_end() -> None:
-    settle(lambda: completers() == 0)
-    completer = Completer()
-    several = [completer.add(done_after(3), nothing) for _ in range(50)]
-    assert completers() == 1
+    settle(lambda: progress_threads() == 0)
+    progress = ProgressThread()
+    several = [progress.add(done_after(3), nothing) for _ in range(50)]
+    assert progress_threads() == 1
     for work in several:
         complete(work)
-    settle(lambda: completers() == 0)
+    settle(lambda: progress_threads() == 0)
 
 
 def test_the_thread_does_not_drive_the_work_of_another_one() -> None:
@@ -105,15 +105,15 @@ def test_the_thread_does_not_drive_the_work_of_another_one() -> None:
         asked.append(threading.current_thread().name)
         return True
 
-    completer, work = Completer(), DeferredRequest.of(ask, nothing)
+    progress, work = ProgressThread(), DeferredRequest.of(ask, nothing)
     work.driven = True
-    completer.add(work, nothing)
+    progress.add(work, nothing)
     for _ in range(3):  # each look takes all pending work
-        complete(completer.add(done_after(1), nothing))
+        complete(progress.add(done_after(1), nothing))
     assert asked == []
     work.driven = False  # as after a Ctrl-C
     complete(work)
-    assert asked == ["mpicomm completer"]
+    assert asked == ["mpicomm progress"]
 
 
 def test_who_drives_work_says_so_for_as_long() -> None:
@@ -139,7 +139,7 @@ def test_what_went_wrong_is_raised_by_wait_and_test(where: str) -> None:
 
     for way in ("Wait", "Test"):
         work = DeferredRequest.of(fail, lambda: None) if where == "done" else DeferredRequest.of(lambda: True, fail)  # type: ignore[arg-type]
-        request = Completer().add(work, nothing)
+        request = ProgressThread().add(work, nothing)
         with pytest.raises(ValueError, match="it went wrong"):
             getattr(request, way)()
         assert request == MPI.REQUEST_NULL
@@ -184,7 +184,7 @@ def test_a_start_waits_for_no_rank_where_mpi_has_one_thread() -> None:
 
 NULL = MPI.REQUEST_NULL
 Switch = Callable[[], object]
-completer = Completer()
+progress = ProgressThread()
 
 
 def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredRequest, Switch]:
@@ -200,7 +200,7 @@ def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredReques
             raise error
         return bool(done)
 
-    return completer.add(DeferredRequest.of(ask, lambda: None, status), nothing), lambda: done.append(True)
+    return progress.add(DeferredRequest.of(ask, lambda: None, status), nothing), lambda: done.append(True)
 
 
 KINDS = ("null", "object", "array", "inactive", "deferred", "persistent")
@@ -357,7 +357,7 @@ def test_cancelled_requests_in_lists(method: str) -> None:
         cancelled.append(True)
         status.Set_cancelled(True)
 
-    request = completer.add(DeferredRequest.of(lambda: bool(cancelled), lambda: None, status, cancel), lambda: None)
+    request = progress.add(DeferredRequest.of(lambda: bool(cancelled), lambda: None, status, cancel), lambda: None)
     statuses: list[MPI.Status] = []
     getattr(request, method)()
     MPI.Request.Waitall([NULL, request], statuses)

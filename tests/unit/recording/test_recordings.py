@@ -20,7 +20,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.environment import Recording
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import buffers
-from mpicomm.mpi.host_calls import announce
+from mpicomm.mpi.host_calls import log_host_staging
 from mpicomm.observation import reader_of
 from mpicomm.recording import tracer as tracers
 from mpicomm.recording.recorder import Recorder
@@ -192,11 +192,11 @@ class Rig:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     timeline = SimpleNamespace()
     monkeypatch.setattr(tracers, "timeline_of", lambda backend: timeline)
-    listeners = [*log.slow_way_listeners]
+    listeners = [*log.slow_path_listeners]
     rig = Rig(tmp_path)
     timeline.begin = rig.begin
     yield rig
-    log.slow_way_listeners[:] = listeners
+    log.slow_path_listeners[:] = listeners
 
 
 def test_a_call_has_one_interval_in_each_stream(rig: Rig) -> None:
@@ -246,8 +246,8 @@ def test_work_of_a_capture_is_marked_and_not_measured_nor_work_outside_of_calls(
 def test_slow_ways_are_counted_for_each_call(rig: Rig) -> None:
     for _ in range(2):
         with rig.tracer.record("Bcast", "collective"):
-            announce("Bcast", "only MPI can carry it out")
-            announce("Bcast", "only MPI can carry it out")
+            log_host_staging("Bcast", "only MPI can carry it out")
+            log_host_staging("Bcast", "only MPI can carry it out")
     reason = "through pinned host memory and MPI: only MPI can carry it out"
     assert rig.tracer.counts.statistics().slow_ways == {("Bcast", reason): 2}
     assert [facts["slow"] for *_, facts in rig.calls()] == [reason] * 2

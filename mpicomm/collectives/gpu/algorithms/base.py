@@ -83,7 +83,7 @@ class AlgorithmChoice(NamedTuple):
     algorithm: str = ""
     why: str = ""
     slow: str = ""
-    """Why the call takes a slow way; "" if it does not."""
+    """Why the call takes a slow path; "" if it does not."""
 
 
 NO_CHOICE = AlgorithmChoice()

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from mpicomm.devices.host import array_at
 from mpicomm.kernels.message import MESSAGE_STEP, MessageStep
 from mpicomm.kernels.packing import PackTable
-from mpicomm.mpi.requests import Completer, DeferredRequest
+from mpicomm.mpi.requests import DeferredRequest, ProgressThread
 from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda, imported_over
 from tests.helpers.fakes.virtual_memory import VirtualCuda
 from tests.helpers.faults.leaks import nothing_leaks
@@ -48,7 +48,7 @@ def test_requests_are_completed_whatever_other_threads_capture(cuda: FakeCuda, b
 
     backend.make_current()  # as the creation of a communicator does
     work = DeferredRequest.of(look, lambda: seen.append(cuda.mode))
-    request = MPI.Request.fromhandle(Completer().add(work, backend.prepare_thread).handle)
+    request = MPI.Request.fromhandle(ProgressThread().add(work, backend.prepare_thread).handle)
     until = time.monotonic() + HANG_S
     while not request.Test():
         assert time.monotonic() < until

@@ -1,4 +1,4 @@
-"""Errors that are `InvalidUsageError` and the class that mpi4py raises, because programs catch mpi4py's class."""
+"""Errors that are both `InvalidUsageError` and the class that mpi4py raises, because programs catch that class."""
 
 from __future__ import annotations
 
