@@ -111,11 +111,9 @@ class Dispatcher:
             arguments, number, self._voted = Arguments._make(given), self._voted, 0
             if not number and not self._is_for_mpi(operation, operation.nonblocking, arguments, stream, algorithm):
                 begun = self._start(self._reader.read(operation, arguments, algorithm, stream))
-            elif votes.are_needed:
+            else:
                 number = number or votes.vote(operation, on_host=True)
                 begun = votes.start(number, partial(self._begin_by_mpi, operation, arguments), "host")
-            else:
-                begun = self._mpi.call(operation, arguments, 1)
             if not isinstance(begun, DeferredRequest):
                 return begun
             request = begun
@@ -273,11 +271,11 @@ class Dispatcher:
 
     def _start(self, call: Call) -> MPI.Request:
         votes, number = self._votes, 0
-        here: CallLocation = "gpu" if call.on_device else "host"
+        location: CallLocation = "gpu" if call.on_device else "host"
         if not call.on_device or call.needs_mpi:
             number = votes.vote(call.operation, on_host=True)
             if call.needs_mpi:
-                call, number = self._reader.at_location(call, here), 0
+                call, number = self._reader.at_location(call, location), 0
         elif votes.queue:
             device = self._session.gpu(call.operation.name)
             # The thread in which its turn comes may have another current stream.
@@ -287,7 +285,7 @@ class Dispatcher:
             else:
                 votes.vote(call.operation, on_host=False)
                 call.has_voted = True
-        return votes.start(number, partial(self._begin, call), here)
+        return votes.start(number, partial(self._begin, call), location)
 
     def _begin(self, call: Call, location: CallLocation) -> MPI.Request:
         begun = self._post(self._reader.at_location(call, location), blocking=False)

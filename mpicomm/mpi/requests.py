@@ -334,7 +334,9 @@ class PersistentRequest(Driven, MPI.Prequest):
     def Free(self) -> None:
         """Free the request, after a wait for the started call. A second call does nothing."""
         self._begin = None
-        self.Wait()
-        if self._release is not None:
-            self._release()
-            self._release = None
+        release, self._release = self._release, None
+        try:
+            self.Wait()
+        finally:
+            if release is not None:
+                release()

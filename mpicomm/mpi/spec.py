@@ -24,9 +24,9 @@ from mpicomm.mpi.buffers import ArrayMemory, array_of
 from mpicomm.mpi.errors import RefusedByMpiError, UnknownElementsError, UnknownTypeError
 
 Shape = Literal["one", "blocks", "vector", "by_recvcounts", "typed"]
-"""How a call reads a buffer. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count and
-displacement for each rank. "by_recvcounts": blocks that ``recvcounts`` cuts, one after the other. "typed": a block of
-any datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
+"""How a call reads a buffer. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count
+and displacement for each rank. "by_recvcounts": blocks that ``recvcounts`` cuts, one after the other. "typed": a block
+of any datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
 
 _Datatype = MPI.Datatype
 _LISTS, _TYPES = (list, tuple), (_Datatype, str)

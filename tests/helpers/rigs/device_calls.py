@@ -115,7 +115,7 @@ def call(comm: mpicomm.Communicator, method: str, *arguments: Any, **keywords: A
     complete(getattr(comm, method)(*arguments, **keywords), starts=2)
 
 
-def require_one_way(engine: Engine) -> None:
+def require_one_carrier(engine: Engine) -> None:
     """Assert that all ranks have called kernels equally often."""
     assert len(set(MPI.COMM_WORLD.allgather(engine.calls))) == 1
 

@@ -41,7 +41,7 @@ from tests.helpers.rigs.device_calls import (
     on_gpu,
     on_gpus,
     on_host_engine,
-    require_one_way,
+    require_one_carrier,
     values_of,
 )
 from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
@@ -81,7 +81,7 @@ def test_neighbours_without_memory(rig: Rig, where: str) -> None:
                 given.append([by_address(each), ([3] * blocks, [0] * blocks), types])
             call(made, method_name(form, name), *given)
             assert values_of(got).tolist() == [0.0, 1.0, 2.0][: 3 * (rank == 1)], (name, form)
-        require_one_way(engine)
+        require_one_carrier(engine)
         assert (engine.calls > 0) == (where == "gpu")
     made.Free()
 

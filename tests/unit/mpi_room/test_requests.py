@@ -157,6 +157,18 @@ def test_a_persistent_request_needs_no_thread() -> None:
     request.Free()
 
 
+def test_a_persistent_request_whose_call_has_failed_is_released() -> None:
+    def fail() -> bool:
+        raise ValueError("it went wrong")
+
+    released: list[bool] = []
+    request = PersistentRequest.of(lambda: DeferredRequest.of(fail, nothing), lambda: released.append(True))
+    request.Start()
+    with pytest.raises(ValueError, match="it went wrong"):
+        request.Free()
+    assert released == [True] and request == MPI.REQUEST_NULL
+
+
 ONE_THREAD = """
 import mpi4py
 mpi4py.rc.thread_level = "single"
