@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.calls_by_mpi import Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
-from mpicomm.api.communicator import Communicator, named
+from mpicomm.api.communicator import Communicator, predefined
 from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.window import Win
 from mpicomm.mpi.arguments import is_on_device
@@ -215,4 +215,4 @@ def uninstall() -> None:
 def _reduced(comm: MPI.Intracomm) -> Any:
     """Return the name of a predefined communicator of mpi4py. Pickle would not find it: another object has the name."""
     reduced: Any = comm.__reduce__()
-    return (named, (reduced,)) if isinstance(reduced, str) else reduced
+    return (predefined, (reduced,)) if isinstance(reduced, str) else reduced

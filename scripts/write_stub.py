@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from mpicomm.api import collectives
-from mpicomm.api.methods import documentation, head
+from mpicomm.api.methods import documentation, signature
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
 PATH = Path(collectives.__file__).with_suffix(".pyi")
@@ -28,16 +28,16 @@ CLASSES = (
     (collectives.PersistentCollectives, "MPI.Intracomm", (2,)),
     (collectives.NeighborCollectives, "MPI.Topocomm", (0, 1, 2)),
 )
-"""The classes, their bases, and the forms of their methods: see `Operation.methods`."""
+"""The classes, their bases, and the modes of their methods: see `Operation.methods`."""
 
 
-def method(row: Operation, form: int) -> str:
+def method(row: Operation, mode: int) -> str:
     """Return a method with its docstring, broken as ruff breaks it."""
     for join in (", ".join, lambda each: f"\n        {', '.join(each)}\n    ", lambda each: exploded(each)):
-        first = f"    def {head(row, form, join)}:"
+        first = f"    def {signature(row, mode, join)}:"
         if max(map(len, first.splitlines())) <= WIDTH:
             break
-    return f"{first}\n{docstring(documentation(row, form), 8)}\n"
+    return f"{first}\n{docstring(documentation(row, mode), 8)}\n"
 
 
 def exploded(parameters: list[str]) -> str:
@@ -56,14 +56,14 @@ def docstring(text: str, indent: int) -> str:
 def stub() -> str:
     """Return the text of the file."""
     parts = [f'"""{collectives.__doc__}"""\n\n{IMPORTS}']
-    for cls, base, forms in CLASSES:
+    for cls, base, modes in CLASSES:
         methods = [
-            method(row, form)
-            for form in forms
+            method(row, mode)
+            for mode in modes
             for row in OPERATIONS.values()
             if row.of_neighbors == (cls is collectives.NeighborCollectives)
         ]
-        if forms == (0,):
+        if modes == (0,):
             barrier = docstring(inspect.getdoc(collectives.BlockingCollectives.Barrier) or "", 8)
             methods.insert(0, f"    def Barrier(self, *, stream: Any = None) -> None:\n{barrier}\n")
         text = docstring(inspect.getdoc(cls) or "", 4)

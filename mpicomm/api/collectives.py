@@ -158,6 +158,6 @@ class NeighborCollectives(MPI.Topocomm):
 
 
 for _row in OPERATIONS.values():
-    for _form, _of_all in enumerate((BlockingCollectives, NonblockingCollectives, PersistentCollectives)):
+    for _mode, _of_all in enumerate((BlockingCollectives, NonblockingCollectives, PersistentCollectives)):
         _cls = NeighborCollectives if _row.of_neighbors else _of_all
-        setattr(_cls, _row.methods[_form], UncompiledMethod(_cls, _row, _form))
+        setattr(_cls, _row.methods[_mode], UncompiledMethod(_cls, _row, _mode))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,13 +17,11 @@ from mpicomm.api.collectives import (
     PersistentCollectives,
 )
 from mpicomm.api.constructors import Constructors
-from mpicomm.api.lifetime import Lazy, handle_of, mark_freed, remember
+from mpicomm.api.lifetime import Lazy, Lifetime, handle_of, register
 from mpicomm.api.memory import MemoryCalls
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.products import ProductCalls
 from mpicomm.api.redistribution import RedistributionCalls
-from mpicomm.cluster import process
-from mpicomm.cluster.process import close_after
 from mpicomm.collectives.host.selection import FastPathCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
     from mpicomm.recording.record import Statistics
 
 
-def named(name: str) -> Any:
+def predefined(name: str) -> Any:
     """Return the predefined communicator ``name`` of ``mpi4py.MPI``. Pickled communicators refer to this function."""
     return getattr(MPI, name)
 
@@ -96,6 +92,7 @@ class Communicator(
     ObjectCalls,
     MemoryCalls,
     Constructors,
+    Lifetime,
     HostStaging,
 ):
     """An ``MPI.Intracomm`` with ranks that can open each other's memory. The constructor is collective, like ``Dup``.
@@ -130,10 +127,6 @@ class Communicator(
             comm.check()
     """
 
-    _session: Session
-    _unfreed = False
-    _name_in_mpi = ""
-    """The name in ``mpi4py.MPI`` of a communicator that MPI frees itself."""
     _is_installed = False
     """Whether `install` has made the communicator, or one from which it is made."""
 
@@ -178,23 +171,10 @@ class Communicator(
         self._is_installed = True
         return self
 
-    def __del__(
-        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, is_finalized: Callable[[], bool] = MPI.Is_finalized
-    ) -> None:
-        """Warn (ResourceWarning) of a lost communicator, because garbage collection cannot make the collective `Free`.
-
-        It does not warn of a communicator that was made from another communicator. It does not warn at the end of the
-        program, because MPI_Finalize frees communicators.
-        """
-        if self._unfreed and not is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
-            warnings.warn(
-                f"{self!r} was not freed: call Free, or use a with block", ResourceWarning, stacklevel=2, source=self
-            )
-
     def _begin(self, session: Session) -> None:
         self._session = session
         self._gpu = session.gpu
-        remember(self)
+        register(self)
         if session.tracer is not None:
             from mpicomm.observation import record_calls  # few programs record
 
@@ -239,15 +219,7 @@ class Communicator(
 
     def __reduce__(self) -> Any:
         # mpi4py pickles a predefined communicator as its name in mpi4py.MPI.
-        return (named, (self._name_in_mpi,)) if self._name_in_mpi else super().__reduce__()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            self._session.explain_exit(error)
-        close_after(error, self.Free)
+        return (predefined, (self._name_in_mpi,)) if self._name_in_mpi else super().__reduce__()
 
     @property
     def device(self) -> int | str:
@@ -350,50 +322,13 @@ class Communicator(
         tracer.recorder.flush()
         return tracer.counts.statistics()
 
-    def Free(self) -> None:
-        """Free the communicator with all its arrays and events. Collective, blocking.
-
-        Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
-        second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
-        that leaves the communicator unusable `Free` frees this rank's part, and waits for no other rank. Otherwise, so
-        also after a timeout of `Split`, `Dup` and other calls that make communicators, all ranks may still use each
-        other's memory, and `Free` waits up to twice ``timeout_s`` for a rank that does not come.
-
-        At the end of a ``with`` block that an exception has left, the exception is raised again also if `Free` fails.
-        If the other ranks do not come at once, its traceback is logged before the wait.
-
-        Calls of a freed communicator raise `InvalidUsageError`. The error is also MPI's exception if MPI refuses the
-        call.
-        """
-        self._end(super().Free)
-
-    def free(self) -> None:
-        """Free as `Free` does, for mpi4py's clean-up. Do nothing if the communicator is freed or MPI frees it."""
-        if self != MPI.COMM_NULL and not self._name_in_mpi:
-            self.Free()
-
-    def Disconnect(self) -> None:
-        """Free as `Free` does, after MPI has completed pending communication. Collective, blocking."""
-        self._end(super().Disconnect)
-
-    def _end(self, by_mpi: Callable[[], None]) -> None:
-        self._unfreed = False
-        if not self._name_in_mpi:
-            if self == MPI.COMM_NULL or MPI.Is_finalized() or process.is_forked:
-                return
-            self._session.close()
-            if not self._session.intact:
-                return  # MPI keeps its part of a broken communicator, because only a collective call frees it
-        by_mpi()
-        mark_freed(self)
-
 
 class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):
     """A Communicator of a Cartesian grid, with the calls of ``MPI.Cartcomm``."""
 
     def Sub(self, remain_dims: Sequence[bool]) -> CartCommunicator:
         """Make communicators of the parts of the grid along the dimensions that remain."""
-        self._when_all_are_here("Sub")
+        self._after_barrier("Sub")
         return self._adopt(MPI.Cartcomm(self).Sub(remain_dims))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_mpi_call, mpi_call_number, page
-from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
+from mpicomm.api.topologies import edges_of, edges_of_grid, read_edges, read_graph, read_neighbors, reordered
 from mpicomm.cluster.process import ranks_in_world
 from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.session import Session
@@ -42,29 +42,29 @@ class Constructors(MPI.Intracomm):
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator. The duplicate has its own memory."""
-        return self._adopt_whole(self._when_all_are_here("Dup").Dup(info))
+        return self._adopt_duplicate(self._after_barrier("Dup").Dup(info))
 
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with the hints ``info``."""
-        return self._adopt_whole(self._when_all_are_here("Dup_with_info").Dup_with_info(info))
+        return self._adopt_duplicate(self._after_barrier("Dup_with_info").Dup_with_info(info))
 
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        return self._adopt_whole(self._when_all_are_here("Clone").Clone())
+        return self._adopt_duplicate(self._after_barrier("Clone").Clone())
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
         """Duplicate without blocking. The new communicator may be used when the request is complete."""
         comm, request = MPI.Intracomm(self).Idup(info)
-        return self._adopt_whole(comm), request
+        return self._adopt_duplicate(comm), request
 
     def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
         """Duplicate with the hints ``info``, without blocking."""
         comm, request = MPI.Intracomm(self).Idup_with_info(info)
-        return self._adopt_whole(comm), request
+        return self._adopt_duplicate(comm), request
 
     def Create(self, group: MPI.Group) -> Communicator:
         """Make a communicator of the ranks of ``group``. The other ranks get COMM_NULL."""
-        return self._adopt(self._when_all_are_here("Create").Create(group))
+        return self._adopt(self._after_barrier("Create").Create(group))
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Communicator:
         """Make a communicator of the ranks of ``group``. Collective only over these ranks.
@@ -90,11 +90,11 @@ class Constructors(MPI.Intracomm):
             with comm.Split(color=comm.rank % 2, key=comm.rank) as part:
                 part.Barrier()
         """
-        return self._adopt(self._when_all_are_here("Split").Split(color, key))
+        return self._adopt(self._after_barrier("Split").Split(color, key))
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator:
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
-        return self._adopt(self._when_all_are_here("Split_type").Split_type(split_type, key, info))
+        return self._adopt(self._after_barrier("Split_type").Split_type(split_type, key, info))
 
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
@@ -106,10 +106,10 @@ class Constructors(MPI.Intracomm):
             with comm.Create_cart(MPI.Compute_dims(comm.size, 2), periods=[True, False]) as grid:
                 before, after = grid.Shift(0, 1)
         """
-        self._when_all_are_here("Create_cart")
+        self._after_barrier("Create_cart")
         edges = partial(edges_of_grid, dims, periods, self.size)
-        with linked_well(self, self._session, "Create_cart", reorder, edges) as (plain, moves):
-            return self._adopt(plain.Create_cart(dims, periods, moves))
+        with reordered(self, self._session, "Create_cart", reorder, edges) as (plain, reorder):
+            return self._adopt(plain.Create_cart(dims, periods, reorder))
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> GraphCommunicator:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
@@ -117,9 +117,9 @@ class Constructors(MPI.Intracomm):
         Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
         raise it if two ranks do not name each other equally often.
         """
-        found = read_graph(self._when_all_are_here("Create_graph"), index, edges)
-        with linked_well(self, self._session, "Create_graph", reorder, lambda: found) as (plain, moves):
-            return self._adopt(plain.Create_graph(index, edges, moves))
+        found = read_graph(self._after_barrier("Create_graph"), index, edges)
+        with reordered(self, self._session, "Create_graph", reorder, lambda: found) as (plain, reorder):
+            return self._adopt(plain.Create_graph(index, edges, reorder))
 
     def Create_dist_graph_adjacent(
         self,
@@ -135,12 +135,12 @@ class Constructors(MPI.Intracomm):
         Raises `InvalidUsageError` on every rank if a neighbour is neither a rank nor MPI.PROC_NULL, or if two
         neighbours do not name each other.
         """
-        plain = self._when_all_are_here("Create_dist_graph_adjacent")
+        plain = self._after_barrier("Create_dist_graph_adjacent")
         neighbors = read_neighbors(plain, sources, destinations, sourceweights, destweights)
         edges = partial(edges_of, neighbors)
-        with linked_well(self, self._session, "Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
+        with reordered(self, self._session, "Create_dist_graph_adjacent", reorder, edges) as (plain, reorder):
             # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
-            return self._adopt(plain.Create_dist_graph_adjacent(*neighbors[plain.rank], info, moves))
+            return self._adopt(plain.Create_dist_graph_adjacent(*neighbors[plain.rank], info, reorder))
 
     def Create_dist_graph(
         self,
@@ -155,12 +155,12 @@ class Constructors(MPI.Intracomm):
 
         Raises `InvalidUsageError` on every rank if one rank passes lists that are no edges between ranks.
         """
-        edges = read_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
-        with linked_well(self, self._session, "Create_dist_graph", reorder, lambda: edges) as (plain, moves):
-            return self._adopt(plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves))
+        edges = read_edges(self._after_barrier("Create_dist_graph"), sources, degrees, destinations, weights)
+        with reordered(self, self._session, "Create_dist_graph", reorder, lambda: edges) as (plain, reorder):
+            return self._adopt(plain.Create_dist_graph(sources, degrees, destinations, weights, info, reorder))
 
-    def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
-        """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
+    def _after_barrier(self, operation: str) -> MPI.Intracomm:
+        """Return MPI's communicator after a barrier with a deadline, because MPI waits for ranks without a limit."""
         begin_mpi_call(self._row, mpi_call_number(operation))
         self._session.await_all(operation)
         return MPI.Intracomm(self)
@@ -182,7 +182,7 @@ class Constructors(MPI.Intracomm):
             )
         return ranks
 
-    def _adopt_whole(self, comm: MPI.Intracomm) -> Self:
+    def _adopt_duplicate(self, comm: MPI.Intracomm) -> Self:
         """Return a communicator of the same ranks as a Communicator like this one."""
         return self._adopt(comm, range(self.size), type(self))
 

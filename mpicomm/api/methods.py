@@ -33,74 +33,74 @@ _TYPES = {
     "root": "int = 0",
     "info": "MPI.Info = MPI.INFO_NULL",
 }
+_BLOCKING, _NONBLOCKING, _PERSISTENT = range(3)
+"""The modes of a collective, as `Operation.methods` orders them."""
 _RETURNED = "None", "MPI.Request", "MPI.Prequest"
 _KEPT_BY_MPI4PY = ("Allgather", "Alltoall", "Alltoallv", "Bcast")
 """The collectives with nonblocking methods in mpi4py whose requests keep all buffers, on every rank."""
 
 
 class UncompiledMethod:
-    """The method ``row.methods[form]`` of a class, until it is first looked up and compiled.
+    """The method ``row.methods[mode]`` of a class, until it is first looked up and compiled.
 
     To compile all methods at once would take a tenth of the import's time.
     """
 
-    def __init__(self, cls: type, row: Operation, form: int) -> None:
-        self._cls, self._row, self._form = cls, row, form
+    def __init__(self, cls: type, row: Operation, mode: int) -> None:
+        self._cls, self._row, self._mode = cls, row, mode
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        cls, row, form = self._cls, self._row, self._form
-        name = row.methods[form]
-        text, file = "\n".join([f"def {head(row, form)}:", *_body(row, form)]), f"<mpicomm {name}>"
+        cls, row, mode = self._cls, self._row, self._mode
+        name = row.methods[mode]
+        text, file = "\n".join([f"def {signature(row, mode)}:", *_body(row, mode)]), f"<mpicomm {name}>"
         scope = {**_SCOPE, "row": row, "mpi": getattr(row.mpi_class, name, None), "__name__": cls.__module__}
         exec(compile(text, file, "exec"), scope)
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # tracebacks show the lines
         method: Any = scope[name]
         method.__qualname__ = f"{cls.__name__}.{name}"
-        method.__doc__ = documentation(row, form)
+        method.__doc__ = documentation(row, mode)
         setattr(cls, name, method)
         return method.__get__(instance, owner)
 
 
-def head(row: Operation, form: int, join: Callable[[list[str]], str] = ", ".join) -> str:
+def signature(row: Operation, mode: int, join: Callable[[list[str]], str] = ", ".join) -> str:
     """Return the name, the parameters and the type of the result of a method. ``join`` joins the parameters."""
-    names = [*row.arguments, *["info"] * (form == 2)]
+    names = [*row.arguments, *["info"] * (mode == _PERSISTENT)]
     parameters = ["self", *(f"{name}: {_TYPES.get(name, 'Any')}" for name in names)]
     parameters += ["*", "stream: Any = None", 'algorithm: str = "auto"']
     parameters += ["epilogue: Any = None"] * (row is ALLREDUCE) + ["wire_dtype: Any = None"] * row.quantizable
     parameters += ['order: str = "auto"'] * row.tree
     parameters += ["**operands: Any"] * (row is ALLREDUCE)
-    return f"{row.methods[form]}({join(parameters)}) -> {_RETURNED[form]}"
+    return f"{row.methods[mode]}({join(parameters)}) -> {_RETURNED[mode]}"
 
 
-def _body(row: Operation, form: int) -> list[str]:
+def _body(row: Operation, mode: int) -> list[str]:
     """Return the lines of a method."""
     send, receive = ("None", "buf") if row.rooted == "bcast" else ("sendbuf", "recvbuf")
     op, root = "op" if row.reduces else "None", "root" if row.rooted else "0"
     fields = ", ".join([send, receive, op, root, "recvcounts" if row.send == "by_recvcounts" else "None"])
-    asked, epilogue = ["wire_dtype is not None"] * row.quantizable, "None"
+    given_options, epilogue = ["wire_dtype is not None"] * row.quantizable, "None"
     if row is ALLREDUCE:
-        asked += ["epilogue is not None", "operands"]
+        given_options += ["epilogue is not None", "operands"]
         epilogue = "as_epilogue(epilogue, operands)"
     with_options = f"{fields}, {epilogue}, {'as_wire(wire_dtype)' if row.quantizable else 'None'}"
     lines = ["    if order != 'auto':", "        op = self._collectives.ordered_op(row, op, order)"] * row.tree
-    if form == 2:
-        return [
-            *lines,
-            f"    return self._collectives.prepare(row, Arguments({with_options}), info, stream, algorithm)",
-        ]
-    run = f"self._collectives.{('run', 'start')[form]}(row, stream, algorithm, "
-    if asked:
-        lines += [f"    if {' or '.join(asked)}:", f"        return {run}({with_options}))"]
+    if mode == _PERSISTENT:
+        prepare = f"self._collectives.prepare(row, Arguments({with_options}), info, stream, algorithm)"
+        return [*lines, f"    return {prepare}"]
+    run = f"self._collectives.{('run', 'start')[mode]}(row, stream, algorithm, "
+    if given_options:
+        lines += [f"    if {' or '.join(given_options)}:", f"        return {run}({with_options}))"]
     if not row.of_neighbors and row.send != "typed":
         # Plain NumPy arrays go to MPI at once. Only a rooted call has to say which rank has both buffers.
         has_both = row.rooted in ("send", "receive")
         checked = ", ".join([send, receive, *[op] * (row.reduces or has_both), *[root] * has_both])
         has_recvcounts = " and recvcounts is not None" * (row.send == "by_recvcounts")
         given = ", ".join(row.arguments)
-        call = f"mpi({('self', 'self._nonblocking_comm')[form]}, {given})"
-        if form == 1 and row.name not in _KEPT_BY_MPI4PY:  # MPI uses the buffers until the request is complete
-            call = f"holding({call}, ({given}))"
-        name = row.methods[form]
+        call = f"mpi({('self', 'self._nonblocking_comm')[mode]}, {given})"
+        if mode == _NONBLOCKING and row.name not in _KEPT_BY_MPI4PY:
+            call = f"holding({call}, ({given}))"  # MPI uses the buffers until the request is complete
+        name = row.methods[mode]
         lines += [
             f"    if stream is None and algorithm == 'auto'{has_recvcounts} and self._plain[{name!r}]({checked}):",
             "        words = self._row",  # as `begin_mpi_call`, without the time of a call
@@ -109,36 +109,36 @@ def _body(row: Operation, form: int) -> list[str]:
             "        try:",
             f"            return {call}",
             "        except REFUSALS as error:",
-            f"            return self._collectives.retry(error, row, Arguments({fields}), {form})",
+            f"            return self._collectives.retry(error, row, Arguments({fields}), {mode})",
         ]
     return [*lines, f"    return {run}({fields}, None, None))"]
 
 
-def documentation(row: Operation, form: int) -> str:
+def documentation(row: Operation, mode: int) -> str:
     """Return the docstring of a method, in paragraphs, from the text below the row.
 
     The example of the blocking method ends with its call, from which the examples of the other methods are made.
     """
     paragraphs = DOCS[row].rstrip().split("\n\n")
     at = next(number for number, each in enumerate(paragraphs) if each.startswith("    "))
-    if form == 0:
+    if mode == _BLOCKING:
         algorithms = ["auto", "one_shot", *["two_shot"] * bool(row.two_shot), *["ring"] * bool(row.ring)]
         algorithms += [*["chain"] * bool(row.chain), *["copy_engine"] * bool(row.copies), "mpi"]
         *first, last = (f'"{name}"' for name in algorithms)
         return "\n\n".join([*paragraphs[:at], _COMMON.format(f"{', '.join(first)} or {last}"), *paragraphs[at:]])
     *before, call = paragraphs[at].splitlines()
     indent = call[: -len(call.lstrip())]
-    example = [*before, f"{indent}request = {call.strip().replace(row.name, row.methods[form], 1)}"]
-    if form == 1:
-        says = f"Start `{row}` with its arguments; return the request."
+    example = [*before, f"{indent}request = {call.strip().replace(row.name, row.methods[mode], 1)}"]
+    if mode == _NONBLOCKING:
+        summary = f"Start `{row}` with its arguments; return the request."
         more = "Keep the buffers until ``Wait``. Later work on the stream of device arrays finds the result without it."
         example += [f"{indent}request.Wait()"]
     else:
-        says = f"Prepare `{row}` with its arguments; return the request."
+        summary = f"Prepare `{row}` with its arguments; return the request."
         more = "Each ``Start`` and ``Wait`` carries the call out. ``Free`` releases the request."
         example += [f"{indent}for _ in range(3):", f"{indent}    request.Start()", f"{indent}    request.Wait()"]
         example += [f"{indent}request.Free()"]
-    return "\n".join([says, "", more, "", *example])
+    return "\n".join([summary, "", more, "", *example])
 
 
 _COMMON = """\

@@ -1,8 +1,9 @@
 """Redistribution: an array that is split over ranks in one way becomes an array that is split in another way.
 
-What a rank sends to another one is where its box of the one split and the other rank's box of the other split meet.
-Subarray datatypes describe these parts, and an Alltoallw moves them. So it has the order, the kernels and the errors of
-that collective. If the parts are long and alike on all ranks, it is an Alltoall, which copy engines may carry out.
+A rank sends to another rank the intersection of its own box in the one split and the other rank's box in the other
+split. Subarray datatypes describe these parts, and an Alltoallw moves them. So it has the order, the kernels and the
+errors of that collective. If the parts are long and equal on all ranks, it is an Alltoall, which copy engines may carry
+out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.api.splits import AnySplit, Box, Split, boxes_of, integers, meetings, normal, volume, whole_of
+from mpicomm.api.splits import AnySplit, Box, Split, boxes_of, global_shape_of, integers, normalize, transfers, volume
 from mpicomm.cluster.agreement import require_same
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -46,19 +47,19 @@ class Redistribution(AbstractContextManager["Redistribution"]):
         self, comm: Any, shape: tuple[int, ...], dtype: np.dtype[Any], from_: _Boxes, to: _Boxes, text: str
     ) -> None:
         self._comm, self._text, self.shape, self.dtype = comm, text, shape, dtype
-        own = comm.rank
-        self.source_box, self.target_box = from_[own], to[own]
-        self.source_shape, self.target_shape = _extents(from_[own], shape), _extents(to[own], shape)
-        received, sent = meetings(shape, from_, to, own)
+        rank = comm.rank
+        self.source_box, self.target_box = from_[rank], to[rank]
+        self.source_shape, self.target_shape = _extents(from_[rank], shape), _extents(to[rank], shape)
+        received, sent = transfers(shape, from_, to, rank)
         self.nbytes_sent, self.nbytes_received = (
-            sum(self._nbytes_of(pieces) for rank, pieces in enumerate(blocks) if rank != own)
+            sum(self._nbytes_of(pieces) for peer, pieces in enumerate(blocks) if peer != rank)
             for blocks in (sent, received)
         )
         self._types: list[MPI.Datatype] = []
         element = types.mpi_datatype(dtype)
         if element is None:  # bytes move as well
             element = self._keep(MPI.BYTE.Create_contiguous(dtype.itemsize))
-        source, target = _cut_evenly(shape, from_), _cut_evenly(shape, to)
+        source, target = _even_axis(shape, from_), _even_axis(shape, to)
         is_even = None not in (source, target) and source != target
         self._is_even = is_even and self._nbytes_of(sent[0]) >= _LONG_NBYTES
         self._sent = self._blocks(sent, self.source_box, target, element)
@@ -76,7 +77,10 @@ class Redistribution(AbstractContextManager["Redistribution"]):
         """
         if self._is_freed:
             raise InvalidUsageError(f"{self!r} is freed: make another one")
-        return self._move(x, self._checked(x, out), stream, algorithm)
+        out = self._checked(x, out)
+        move = self._comm.Alltoall if self._is_even else self._comm.Alltoallw
+        move([x, *self._sent], [out, *self._received], stream=stream, algorithm=algorithm)
+        return out
 
     def Free(self) -> None:
         """Free the datatypes of the plan. Local; calls that are enqueued are not affected."""
@@ -90,12 +94,6 @@ class Redistribution(AbstractContextManager["Redistribution"]):
     def __repr__(self) -> str:
         sent, received = format_size(self.nbytes_sent), format_size(self.nbytes_received)
         return f"<mpicomm.Redistribution {self._text}: this rank sends {sent}, receives {received}>"
-
-    def _move(self, x: Any, out: Any, stream: Any, algorithm: str) -> Any:
-        """Move the parts of arrays that are checked, and return ``out``."""
-        move = self._comm.Alltoall if self._is_even else self._comm.Alltoallw
-        move([x, *self._sent], [out, *self._received], stream=stream, algorithm=algorithm)
-        return out
 
     def _checked(self, x: Any, out: Any) -> Any:
         """Return ``out``, or a new array in its place. Raise for arrays that do not fit."""
@@ -215,24 +213,25 @@ class RedistributionCalls(MPI.Intracomm):
         """
         group = self._session.set_up("redistribute").group
 
-        def say() -> tuple[tuple[Any, ...], Any, str | None]:
+        def describe() -> tuple[tuple[Any, ...], Any, str | None]:
             part = dtype = None
             if x is not None:
                 found = read_in_order(x, False, "x").dtype
                 part, dtype = tuple(map(int, x.shape)), _dtype("x", x.dtype if found is None else found).name
             whole = None if shape is None else _shape(shape)
-            return (normal("from_", from_), normal("to", to), whole), part, dtype
+            return (normalize("from_", from_), normalize("to", to), whole), part, dtype
 
-        alike, parts, dtypes = zip(*group.allgather("redistribute", say), strict=True)
-        require_same("from_, to or shape", [*map(repr, alike)])
-        source, target, whole = alike[0]
+        splits, parts, dtypes = zip(*group.allgather("redistribute", describe), strict=True)
+        require_same("from_, to or shape", [*map(repr, splits)])
+        source, target, whole = splits[0]
         names = {dtype for dtype in dtypes if dtype is not None}
         if len(names) != 1:
             raise InvalidUsageError(f"x has the element types {[*dtypes]} by rank: pass one type on all ranks")
         if whole is None:
-            source, whole = whole_of(source, [*parts])
+            source, whole = global_shape_of(source, [*parts])
         with self._plan(whole, types.covered_dtype(names.pop()), source, target) as plan:
-            return plan._move(x, group.agree("redistribute", lambda: plan._checked(x, out)), stream, algorithm)
+            out = group.agree("redistribute", lambda: plan._checked(x, out))  # errors are those of all ranks
+            return plan(x, out, stream=stream, algorithm=algorithm)
 
     def redistribution(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike, from_: AnySplit, to: AnySplit
@@ -249,12 +248,12 @@ class RedistributionCalls(MPI.Intracomm):
                 rows = cp.ones(to_columns.source_shape, "float32")
                 columns = to_columns(rows)
         """
-        said = self._session.set_up("redistribution").group.allgather(
+        arguments = self._session.set_up("redistribution").group.allgather(
             "redistribution",
-            lambda: (_shape(shape), _dtype("dtype", dtype), normal("from_", from_), normal("to", to)),
+            lambda: (_shape(shape), _dtype("dtype", dtype), normalize("from_", from_), normalize("to", to)),
         )
-        require_same("shape, dtype, from_ or to", [*map(repr, said)])
-        return self._plan(*said[0])
+        require_same("shape, dtype, from_ or to", [*map(repr, arguments)])
+        return self._plan(*arguments[0])
 
     def _plan(self, shape: tuple[int, ...], dtype: np.dtype[Any], source: Any, target: Any) -> Redistribution:
         from_, to = boxes_of("from_", source, shape, self.size), boxes_of("to", target, shape, self.size)
@@ -265,7 +264,7 @@ def _extents(box: Box | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *shape[1:]) if box is None else tuple(stop - start for start, stop in box)
 
 
-def _cut_evenly(shape: tuple[int, ...], boxes: _Boxes) -> int | None:
+def _even_axis(shape: tuple[int, ...], boxes: _Boxes) -> int | None:
     """Return the axis along which ranks have equal blocks in their order, if all of each block is theirs."""
     for axis, length in enumerate(shape):
         if length % len(boxes) == 0 and boxes_of("", Split(axis), shape, len(boxes)) == boxes:

@@ -69,35 +69,35 @@ class Split:
 
     def boxes(self, name: str, shape: tuple[int, ...], size: int) -> list[Box | None]:
         """Return the box of each rank; None for ranks without a part. ``name`` is the argument with this split."""
-        said, ndim = f"{name}={self!r}", len(shape)
+        shown, ndim = f"{name}={self!r}", len(shape)
         axes = [axis + ndim if axis < 0 else axis for axis in self.axes]
         if not all(0 <= axis < ndim for axis in axes) or len(set(axes)) < len(axes):
             raise InvalidUsageError(
-                f"{said}: the array of shape {shape} has no such axes: pass axes from {-ndim} to {ndim - 1}, each once"
+                f"{shown}: the array of shape {shape} has no such axes: pass axes from {-ndim} to {ndim - 1}, each once"
             )
         ranks = range(size) if self.ranks is None else self.ranks
         if not ranks or not all(0 <= rank < size for rank in ranks) or len(set(ranks)) < len(ranks):
-            raise InvalidUsageError(f"{said}: pass one or more of the ranks 0 to {size - 1}, each once")
-        bounds, grid = [], self._grid(said, len(ranks))
+            raise InvalidUsageError(f"{shown}: pass one or more of the ranks 0 to {size - 1}, each once")
+        bounds, grid = [], self._grid(shown, len(ranks))
         for axis, parts, sizes in zip(axes, grid, self.sizes, strict=True):
-            shared, more = divmod(shape[axis], max(parts, 1))
-            lengths = [shared + (part < more) for part in range(parts)] if sizes is None else sizes
+            quotient, remainder = divmod(shape[axis], max(parts, 1))
+            lengths = [quotient + (part < remainder) for part in range(parts)] if sizes is None else sizes
             if min(lengths, default=0) < 0 or len(lengths) != parts or sum(lengths) != shape[axis]:
                 raise InvalidUsageError(
-                    f"{said}: axis {axis} of shape {shape} needs {parts} sizes with the sum {shape[axis]}"
+                    f"{shown}: axis {axis} of shape {shape} needs {parts} sizes with the sum {shape[axis]}"
                 )
             stops = list(accumulate(lengths))
             bounds.append([(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)])
         boxes: list[Box | None] = [None] * size
-        for place, rank in enumerate(ranks):
+        for index, rank in enumerate(ranks):
             box = [(0, length) for length in shape]
-            coordinates = np.unravel_index(place, grid) if grid else ()
+            coordinates = np.unravel_index(index, grid) if grid else ()
             for axis, coordinate, parts_of_axis in zip(axes, coordinates, bounds, strict=True):
                 box[axis] = parts_of_axis[coordinate]
             boxes[rank] = tuple(box)
         return boxes
 
-    def _grid(self, said: str, count: int) -> tuple[int, ...]:
+    def _grid(self, shown: str, count: int) -> tuple[int, ...]:
         if not self.axes:
             return ()
         grid = self.grid
@@ -106,21 +106,21 @@ class Split:
         elif grid is None:
             grid = tuple(MPI.Compute_dims(count, len(self.axes)))
         if math.prod(grid) != count or min(grid) < 0:
-            raise InvalidUsageError(f"{said}: a grid of {grid} has no place for {count} ranks: pass another grid=")
+            raise InvalidUsageError(f"{shown}: a grid of {grid} has no place for {count} ranks: pass another grid=")
         return grid
 
     def __repr__(self) -> str:
         axes: Any = None if not self.axes else self.axes[0] if len(self.axes) == 1 else self.axes
         sizes = self.sizes[0] if len(self.sizes) == 1 else self.sizes if any(self.sizes) else None
-        named = {"sizes": sizes, "grid": self.grid, "ranks": self.ranks}
-        return f"Split({', '.join([repr(axes), *(f'{k}={v}' for k, v in named.items() if v is not None)])})"
+        options = {"sizes": sizes, "grid": self.grid, "ranks": self.ranks}
+        return f"Split({', '.join([repr(axes), *(f'{k}={v}' for k, v in options.items() if v is not None)])})"
 
 
 AnySplit = int | None | Split | Sequence[Any]
 """What calls take as a split: an axis, None, a Split, or a box for each rank."""
 
 
-def normal(name: str, split: Any) -> Any:
+def normalize(name: str, split: Any) -> Any:
     """Return a split as a Split, or as a tuple of boxes."""
     if isinstance(split, Split):
         return split
@@ -144,7 +144,7 @@ def _range(part: Any) -> tuple[int, int | None]:
 
 
 def boxes_of(name: str, split: Any, shape: tuple[int, ...], size: int) -> list[Box | None]:
-    """Return the box of each of ``size`` ranks in a split of `normal`. Raises `InvalidUsageError` for other shapes."""
+    """Return the box of each rank in a split of `normalize`. Raises `InvalidUsageError` if the shape does not fit."""
     if isinstance(split, Split):
         return split.boxes(name, shape, size)
     if len(split) != size:
@@ -165,7 +165,7 @@ def boxes_of(name: str, split: Any, shape: tuple[int, ...], size: int) -> list[B
     return boxes
 
 
-def whole_of(split: Any, parts: list[Any]) -> tuple[Any, tuple[int, ...]]:
+def global_shape_of(split: Any, parts: list[Any]) -> tuple[Any, tuple[int, ...]]:
     """Return the split and the shape of the whole array, from the shapes of the parts. Raise if it cannot be known."""
     ranks = split.ranks if isinstance(split, Split) and split.ranks is not None else range(len(parts))
     if not isinstance(split, Split) or len(split.axes) > 1 or not all(0 <= rank < len(parts) for rank in ranks):
@@ -190,10 +190,10 @@ def whole_of(split: Any, parts: list[Any]) -> tuple[Any, tuple[int, ...]]:
     return split, tuple(whole)
 
 
-def meetings(
-    shape: tuple[int, ...], from_: list[Box | None], to: list[Box | None], own: int
+def transfers(
+    shape: tuple[int, ...], from_: list[Box | None], to: list[Box | None], this_rank: int
 ) -> tuple[list[list[Box]], list[list[Box]]]:
-    """Return what rank ``own`` receives from each rank, and what it sends to each, as boxes of the whole array.
+    """Return what ``this_rank`` receives from each rank, and what it sends to each, as boxes of the whole array.
 
     Raises `InvalidUsageError` if a rank needs an element that no rank has.
     """
@@ -205,7 +205,7 @@ def meetings(
     for rank, target in enumerate(to):
         found: list[list[Box]] = [[] for _ in range(size)]
         rest = [target] if target is not None and volume(target) else []
-        # The own copy first. Ranks without one begin at different holders, so that no holder serves all of them.
+        # First the copy of the rank itself. Ranks without one start at different holders, to spread the load.
         turn = readers.index(rank) if rank in readers else holders.index(rank)
         for number in range(len(holders)):
             if not rest:
@@ -226,8 +226,8 @@ def meetings(
                 f"from_: no rank has the elements {rest[0]} of shape {shape}, which rank {rank} needs: pass boxes that "
                 "cover them"
             )
-        sent.append(found[own])
-        if rank == own:
+        sent.append(found[this_rank])
+        if rank == this_rank:
             received = found
     return received, sent
 

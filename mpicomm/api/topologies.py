@@ -21,49 +21,49 @@ from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
 
-Read = TypeVar("Read")
+T = TypeVar("T")
 Weights = list[int] | None
 Neighbors = tuple[list[int], list[int], Weights, Weights]
 """The sources and destinations of one rank of a graph, and the weights of both."""
 Edges = Mapping[tuple[int, int], float]
-"""The weight of each edge, which goes from a place to a place. A place is a vertex of the graph."""
+"""The weight of each edge, by the two vertices. A vertex is the number of a rank in the new communicator."""
 _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 """Whether MPI takes MPI.PROC_NULL for a neighbour. Open MPI 5.0.11 ends the program in a collective of neighbours."""
 
-_MOST_TRIED = 8
+_MOST_EXHAUSTIVE = 8
 """Up to so many ranks, `best_order` tries every order: 40320 orders of 8 ranks."""
-_EQUAL = 1 + 1e-9
+_TOLERANCE = 1 + 1e-9
 _GB_S = {"NVLink": 100.0, "PCIe": 25.0, "staged": 10.0}
-_SLOW_GB_S = 5.0
+_UNKNOWN_GB_S = 5.0
 
 
 @contextmanager
-def linked_well(
-    given: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
+def reordered(
+    parent: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
 ) -> Iterator[tuple[Any, bool]]:
-    """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
+    """Yield a communicator of the same ranks in the order of fast links, and ``reorder`` for MPI's call. Collective.
 
     ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
     if `costs_between` returns None.
     """
-    comm = MPI.Intracomm(given)
+    comm = MPI.Intracomm(parent)
     costs = costs_between(comm, session, what) if reorder else None
     order = None if costs is None else best_order(costs, edges())
     if order is None or order == sorted(order):
         yield comm, reorder and order is None
         return
-    moved = comm.Split(0, order.index(comm.rank))
+    ordered = comm.Split(0, order.index(comm.rank))
     try:
-        yield moved, False
+        yield ordered, False
     finally:
-        moved.Free()
+        ordered.Free()
 
 
 def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list[float]] | None:
     """Return the costs from each rank to each rank, or None if the links are not known. Collective, blocking.
 
-    It also returns None if ranks share a GPU. There another order gains no speed, and some programs ask for another
-    order but do not expect to get it.
+    It also returns None if ranks share a GPU. There another order gains nothing, and some programs pass reorder=True
+    but rely on the old order.
     """
     placement = session.placement
     if len(placement.nodes) > 1 or not isinstance(placement.here.device, int) or placement.max_ranks_per_device > 1:
@@ -76,33 +76,33 @@ def cost_of(link: Link) -> float:
     if link.path in ("self", "same device"):
         return 0.0
     # CUDA's performance rank tells apart links of equal bandwidth, such as links within and between PCIe switches.
-    return (1 + (link.performance_rank or 0) / 8) / (link.gb_s or _GB_S.get(link.path, _SLOW_GB_S))
+    return (1 + (link.performance_rank or 0) / 8) / (link.gb_s or _GB_S.get(link.path, _UNKNOWN_GB_S))
 
 
 def best_order(costs: Sequence[Sequence[float]], edges: Edges) -> list[int]:
-    """Return the rank that takes each place, so that the costs of all edges have a small sum.
+    """Return the rank of each vertex, so that the costs of all edges have a small sum.
 
-    ``costs[a][b]`` is the cost between ranks a and b. There are as many ranks as places. Up to 8 ranks, no order has a
-    smaller sum. With more ranks, no exchange of two ranks makes the sum smaller. If no order is better than the order
-    of the ranks, the result is the order of the ranks. Edges to places that do not exist count nothing.
+    ``costs[a][b]`` is the cost between ranks a and b. There are as many ranks as vertices. Up to 8 ranks no order has
+    a smaller sum. With more ranks no swap of two ranks makes the sum smaller. The order of the ranks stays if no other
+    order is better. Edges to vertices that do not exist are ignored.
     """
     size = len(costs)
     one_way = np.array(costs, float).reshape(size, size)
     between = one_way + one_way.T
-    places = range(size)
-    counted = [(a, b, weight) for (a, b), weight in edges.items() if a in places and b in places and a != b]
+    vertices = range(size)
+    counted = [(a, b, weight) for (a, b), weight in edges.items() if a in vertices and b in vertices and a != b]
 
     def first_of_the_best(orders: Iterable[Sequence[int]]) -> list[int]:
         tried = np.array(list(orders))
         sums = np.zeros(len(tried))
         for a, b, weight in counted:
             sums += weight * between[tried[:, a], tried[:, b]]
-        found: list[int] = tried[np.flatnonzero(sums <= sums.min() * _EQUAL)[0]].tolist()
+        found: list[int] = tried[np.flatnonzero(sums <= sums.min() * _TOLERANCE)[0]].tolist()
         return found
 
-    if size <= _MOST_TRIED:
-        return first_of_the_best(itertools.permutations(places))
-    order = list(places)
+    if size <= _MOST_EXHAUSTIVE:
+        return first_of_the_best(itertools.permutations(vertices))
+    order = list(vertices)
     # The present order comes first, so it stays if no change makes it better.
     while (better := first_of_the_best([order, *_swapped(order)])) != order:
         order = better
@@ -122,11 +122,11 @@ def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, si
     if min(dims, default=1) < 1 or math.prod(dims) > size or len(periodic) != len(dims):
         return {}
     edges: Counter[tuple[int, int]] = Counter()
-    for place, number in itertools.product(itertools.product(*map(range, dims)), range(len(dims))):
-        beside = [*place]
-        beside[number] = (place[number] + 1) % dims[number]
-        if beside[number] or periodic[number]:
-            edges[int(np.ravel_multi_index(place, dims)), int(np.ravel_multi_index(beside, dims))] += 1
+    for here, axis in itertools.product(itertools.product(*map(range, dims)), range(len(dims))):
+        after = [*here]
+        after[axis] = (here[axis] + 1) % dims[axis]
+        if after[axis] or periodic[axis]:
+            edges[int(np.ravel_multi_index(here, dims)), int(np.ravel_multi_index(after, dims))] += 1
     return edges
 
 
@@ -151,7 +151,7 @@ def read_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> Edges:
             raise InvalidUsageError(f"edges has {len(peers)} items, but index says {starts[-1]}: pass all of them")
         return starts, _ranks("edges", peers, nodes)
 
-    starts, peers = of_all(comm, "Create_graph", read)[comm.rank]
+    starts, peers = exchange(comm, "Create_graph", read)[comm.rank]
     spans = enumerate(itertools.pairwise(starts))
     return Counter((rank, peer) for rank, (start, stop) in spans for peer in peers[start:stop])
 
@@ -169,7 +169,7 @@ def read_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: An
         return froms, ends, _weights("weights", weights, len(ends))
 
     found: Counter[tuple[int, int]] = Counter()
-    for froms, ends, each in of_all(comm, "Create_dist_graph", read):
+    for froms, ends, each in exchange(comm, "Create_dist_graph", read):
         for source, end, weight in zip(froms, ends, each or itertools.repeat(1)):  # noqa: B905
             found[source, end] += weight
     return found
@@ -187,7 +187,7 @@ def read_neighbors(
         ends = _ranks("destinations", () if destinations is None else destinations, size, or_null=True)
         return froms, ends, from_weights, _weights("destweights", destweights, len(ends))
 
-    everyone = of_all(comm, what, read)
+    everyone = exchange(comm, what, read)
     named = Counter((rank, peer) for rank, lists in enumerate(everyone) for peer in lists[1])
     for rank, lists in enumerate(everyone):
         expected = Counter(lists[0])
@@ -211,7 +211,7 @@ def edges_of(neighbors: Sequence[Neighbors]) -> Edges:
     return found
 
 
-def of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Read]:
+def exchange(comm: MPI.Intracomm, what: str, read: Callable[[], T]) -> list[T]:
     """Return what ``read`` returns on each rank. Raise its error on all ranks if it raises on one. Collective."""
     fault, mine = "", None
     try:
@@ -219,9 +219,9 @@ def of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Rea
     except (InvalidUsageError, TypeError, BufferError) as error:
         fault = str(error).removeprefix(f"{what}: ")
     everyone = comm.allgather((fault, mine))
-    for rank, (said, _) in enumerate(everyone):
-        if said:
-            raise InvalidUsageError(f"{what}: rank {rank}: {said}", ranks=[rank])
+    for rank, (fault, _) in enumerate(everyone):
+        if fault:
+            raise InvalidUsageError(f"{what}: rank {rank}: {fault}", ranks=[rank])
     return [each for _, each in everyone]
 
 
@@ -234,15 +234,15 @@ def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
 
 def _ranks(name: str, values: Any, size: int, count: int | None = None, *, or_null: bool = False) -> list[int]:
     ranks = _integers(name, values, count)
-    for place, rank in enumerate(ranks):
+    for index, rank in enumerate(ranks):
         if or_null and rank == MPI.PROC_NULL and not _TAKES_NULL:
             raise InvalidUsageError(
-                f"{name}[{place}] is MPI.PROC_NULL, with which Open MPI ends the program in collectives of neighbours: "
+                f"{name}[{index}] is MPI.PROC_NULL, with which Open MPI ends the program in collectives of neighbours: "
                 "leave it out"
             )
         if not (0 <= rank < size or (or_null and rank == MPI.PROC_NULL)):
             way_out = f"use 0 to {size - 1}" + (" or MPI.PROC_NULL" if or_null else "")
-            raise InvalidUsageError(f"{name}[{place}]={rank} is no rank of the communicator: {way_out}")
+            raise InvalidUsageError(f"{name}[{index}]={rank} is no rank of the communicator: {way_out}")
     return ranks
 
 

@@ -10,7 +10,7 @@ from mpi4py.MPI import COMM_SELF, INFO_NULL, Info, Intracomm
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.api.lifetime import communicator_of
-from mpicomm.api.topologies import of_all
+from mpicomm.api.topologies import exchange
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.arguments import is_on_device
@@ -31,7 +31,7 @@ from mpicomm.windows.memory import (
 from mpicomm.windows.window import WindowCalls
 
 _create = MPI.Win.Create.__func__  # type: ignore[attr-defined]  # before `install` replaces it
-Given = TypeVar("Given")
+T = TypeVar("T")
 _PLACES = ("auto", "device", "mpi")
 
 
@@ -203,7 +203,7 @@ class Win(_Calls):
             require_on_host("Create", None, memory=memory)
             return "host", checked_part(MPI.memory.frombuffer(memory).nbytes, disp_unit, what)
 
-        comm, session, offers = _of_all_ranks(what, comm, info, place, offer)
+        comm, session, offers = _read_all(what, comm, info, place, offer)
         found = {kind: [rank for rank, each in enumerate(offers) if each[0] == kind] for kind in ("host", "device")}
         if found["host"] and found["device"]:
             raise InvalidUsageError(
@@ -237,7 +237,7 @@ class Win(_Calls):
     def _allocated(cls, flavor: int, size: Any, disp_unit: Any, info: Info, comm: Any, place: str) -> Win:
         shared = flavor == MPI.WIN_FLAVOR_SHARED
         what = "Win.Allocate_shared" if shared else "Win.Allocate"
-        comm, session, parts = _of_all_ranks(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
+        comm, session, parts = _read_all(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
         if session is None:
             by_mpi: Any = super().Allocate_shared if shared or place == "device" else super().Allocate
             return _ready(by_mpi(*parts[comm.rank], info, comm), comm, parts)
@@ -247,7 +247,7 @@ class Win(_Calls):
     def Create_dynamic(cls, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto") -> Win:
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
         what = "Win.Create_dynamic"
-        comm, session, _ = _of_all_ranks(what, comm, info, place, lambda _: None)
+        comm, session, _ = _read_all(what, comm, info, place, lambda _: None)
         if session is None:
             return _ready(super().Create_dynamic(info, comm), comm)
         require_one_node(session, what)
@@ -263,12 +263,12 @@ else:
         """A `Win` of device memory."""
 
 
-def _of_all_ranks(
-    what: str, comm: Any, info: Any, place: str, produce: Callable[[Session | None], Given]
-) -> tuple[Any, Session | None, list[Given]]:
-    """Return the Communicator of ``comm``, its session if GPUs may have the memory, and what ``produce`` returns.
+def _read_all(
+    what: str, comm: Any, info: Any, place: str, read: Callable[[Session | None], T]
+) -> tuple[Any, Session | None, list[T]]:
+    """Return the Communicator of ``comm``, its session if GPUs may have the memory, and what ``read`` returns.
 
-    ``produce`` gets the session, and its results are of all ranks. Raises its error, and that of a bad place, on all
+    ``read`` gets the session, and its results are of all ranks. Raises its error, and that of a bad place, on all
     ranks: a rank that raised alone would leave the others in MPI, or in the exchange of memory. Raises TypeError, as
     mpi4py does, for arguments of another class. Collective.
     """
@@ -284,14 +284,14 @@ def _of_all_ranks(
     if isinstance(comm, Communicator) and place != "mpi" and comm.device != "cpu":
         session = comm._session.set_up(what)
 
-    def checked() -> Given:
+    def checked() -> T:
         if place not in _PLACES:
             raise InvalidUsageError(f"{what}: place={place!r}: use one of {', '.join(_PLACES)}")
         if place == "device" and not isinstance(comm, Communicator):
             raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
-        return produce(session)
+        return read(session)
 
-    found = of_all(MPI.Intracomm(comm), what, checked) if session is None else session.group.allgather(what, checked)
+    found = exchange(MPI.Intracomm(comm), what, checked) if session is None else session.group.allgather(what, checked)
     return comm, session, found
 
 

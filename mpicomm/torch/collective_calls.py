@@ -27,7 +27,7 @@ T = TypeVar("T")
 class CollectiveCalls(c10d.ProcessGroup):
     """The collectives of the group of ``comm``, under the names and with the arguments of PyTorch.
 
-    The methods are *collective*. A blocking call on host tensors returns when it is done, and a thread carries out an
+    The methods are *collective*. A blocking call on host tensors returns when it is done, and a thread runs an
     asynchronous call. A call on tensors of a GPU is enqueued on the current stream. An asynchronous call is enqueued on
     a stream of the group, after the work of the current stream. A call ends with the timeout of the group. Only a
     barrier has its own timeout. A call that is not asynchronous returns None, because functions of PyTorch would
@@ -53,7 +53,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         if type(tensors) is not list and isinstance(tensors, Tensor):
             tensors = [tensors]
         (tensor,) = tensors
-        # Code in C++ without Python below it calls, such as DDP.
+        # The caller is C++ without a Python frame, such as DDP.
         if self._streams is not None and self._open and sys._getframe().f_back is None:
             future = self._queue.run("all_reduce", self._streams.bucket, self._all_reduce, tensor, opts.reduceOp)
             if future is not None:
@@ -154,7 +154,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         is_async, limit = getattr(opts, "asyncOp", False), max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
         if self._streams is None:
             args = torch.zeros(1, dtype=torch.uint8, device="cpu"), dist.ReduceOp.SUM, "tensor", None
-            meet = partial(self.collectives["all_reduce"].run, *args)
+            meet = partial(self._all_reduce.run, *args)
             if not (is_async or limit):
                 self._queue.run("barrier", meet)
                 return completed_work(())
@@ -216,9 +216,9 @@ class CollectiveCalls(c10d.ProcessGroup):
             queue.acquire()
             try:
                 if is_async and sys._getframe(1).f_back is None:
-                    # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
-                    # the future of a work, or waits for it. PyTorch's own work does both without Python. Code in C++
-                    # reads a tensor and a list of tensors alike.
+                    # The caller is C++ without a Python frame, such as DDP in the thread of autograd. It only takes the
+                    # future of the work, or waits for it. PyTorch's own work does both without Python. C++ accepts a
+                    # tensor in place of a list of one.
                     value = outputs[0] if len(outputs) == 1 else list(outputs)
                     future = streams.future(call, args, value, (*outputs, *inputs), overlap=True)
                     return c10d._create_work_from_future(future)  # type: ignore[no-any-return]

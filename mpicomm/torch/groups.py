@@ -1,4 +1,4 @@
-"""How ranks meet: the Communicator of a group, PyTorch's rendezvous by MPI, and the barrier that names ranks."""
+"""The set-up of groups: their Communicators, PyTorch's rendezvous by MPI, and the barrier that names missing ranks."""
 
 from __future__ import annotations
 

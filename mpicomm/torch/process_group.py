@@ -42,7 +42,7 @@ class ProcessGroup(CollectiveCalls):
 
     def __init__(self, store: c10d.Store, comm: Communicator, timeout_s: float) -> None:
         super().__init__(comm)
-        self._group_name = self._group_desc = ""
+        self._group_name = ""
         self._store = store
         self._timeout_s = timeout_s
         self._messages = ProgressThread(self_driven=True)
@@ -104,14 +104,6 @@ class ProcessGroup(CollectiveCalls):
     def getGroupName(self) -> str:
         """Return the name of the group."""
         return self._group_name
-
-    def setGroupDesc(self, description: str) -> None:
-        """Take the description of the group. Local."""
-        self._group_desc = description
-
-    def getGroupDesc(self) -> str:
-        """Return the description of the group."""
-        return self._group_desc
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -1,4 +1,4 @@
-"""What training needs beside collectives: the hook of DDP, calls of layers with gradients, and splits of DTensors.
+"""Training: the communication hook of DDP, layers with gradients, and splits of DTensors.
 
 The layers are a mixture of experts, and matrix products that overlap with a collective. PyTorch reads the annotations
 of the hook, so they must be objects.
@@ -112,29 +112,29 @@ def experts(
         raise InvalidUsageError(
             f"experts: mixture has wire_dtype={mixture.wire_dtype}, which has no gradients: leave wire_dtype out"
         )
-    of_rows: list[Tensor] = []
-    rows, weights, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
+    weight_grads: list[Tensor] = []  # from the backward pass of `_Combine` to that of `_Dispatch`
+    rows, weights, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, weight_grads)
     z = layer(rows, received if weights is None else replace(received, topk_weights=weights))
-    return cast(Tensor, _Combine.apply(mixture, z, rows, topk_ids, received, of_rows))
+    return cast(Tensor, _Combine.apply(mixture, z, rows, topk_ids, received, weight_grads))
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor, of_rows: list[Tensor]) -> Any:
+    def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor, weight_grads: list[Tensor]) -> Any:
         received = mixture.dispatch(x.detach(), ids, weights.detach())
-        ctx.mixture, ctx.received, ctx.of_rows = mixture, received, of_rows
+        ctx.mixture, ctx.received, ctx.weight_grads = mixture, received, weight_grads
         # An output must not be an array of the result, because `_Combine` keeps the result.
-        of_slots = received.topk_weights.clone() if mixture.layout == BY_TOKEN else None
-        return _cleared(received), of_slots, received
+        slot_weights = received.topk_weights.clone() if mixture.layout == BY_TOKEN else None
+        return _zero_unused(received), slot_weights, received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, of_slots: Tensor | None, _: object) -> Any:
+    def backward(ctx: Any, grad_rows: Tensor, grad_slot_weights: Tensor | None, _: object) -> Any:
         # The gradients of the weights go back to their tokens beside the gradients of the rows.
-        values = ctx.of_rows.pop() if of_slots is None else of_slots.contiguous()
-        of_x, of_weights = ctx.mixture.combine(
-            gradient.contiguous(), ctx.received, weighted=of_slots is not None, values=values
+        values = ctx.weight_grads.pop() if grad_slot_weights is None else grad_slot_weights.contiguous()
+        grad_x, grad_weights = ctx.mixture.combine(
+            grad_rows.contiguous(), ctx.received, weighted=grad_slot_weights is not None, values=values
         )
-        return None, of_x, None, of_weights, None
+        return None, grad_x, None, grad_weights, None
 
 
 class _Combine(torch.autograd.Function):
@@ -145,22 +145,22 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixture: Experts, z: Tensor, rows: Tensor, ids: Tensor, *more: Any) -> Any:
-        ctx.mixture, (ctx.received, ctx.of_rows) = mixture, more
+        ctx.mixture, (ctx.received, ctx.weight_grads) = mixture, more
         ctx.save_for_backward(None if mixture.layout == BY_TOKEN else z, ids)
         return mixture.combine(z.detach().contiguous(), ctx.received)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         z, ids = ctx.saved_tensors
-        of_z = arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids))
+        grad_z = grad_rows = _zero_unused(ctx.mixture.dispatch(grad_output.contiguous(), ids))
         if z is not None:
-            pairs = zip(z.split(_ROWS_AT_ONCE), arrived.split(_ROWS_AT_ONCE), strict=True)
-            ctx.of_rows[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
-            of_z = torch.mul(arrived, ctx.received.weights[:, None], out=torch.empty_like(arrived))
-        return None, of_z, None, None, None, None
+            pairs = zip(z.split(_ROWS_AT_ONCE), grad_rows.split(_ROWS_AT_ONCE), strict=True)
+            ctx.weight_grads[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
+            grad_z = torch.mul(grad_rows, ctx.received.weights[:, None], out=torch.empty_like(grad_rows))
+        return None, grad_z, None, None, None, None
 
 
-def _cleared(received: Received) -> Tensor:
+def _zero_unused(received: Received) -> Tensor:
     """Return the rows, with zeros in rows without a token: they may hold NaNs, which would spread through products."""
     first = received.sources[:, :1] if received.rows is None else received.topk_ids.amax(dim=1, keepdim=True)
     rows: Tensor = received.x.masked_fill_(first < 0, 0)
@@ -205,32 +205,32 @@ def matmul_allreduce(
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, kind: str, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
-        context.kind, context.group = kind, group
+    def forward(ctx: Any, kind: str, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
+        ctx.kind, ctx.group = kind, group
         gathers = kind == "allgather_matmul"
-        whole = _rows_of_all(a, group) if gathers and context.needs_input_grad[2] else None
-        context.save_for_backward(whole if gathers else a, b)
-        return _call(group, kind, a, b, bias, **({"gathered": whole} if gathers else {}))
+        gathered = _empty_gathered(a, group) if gathers and ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(gathered if gathers else a, b)
+        return _call(group, kind, a, b, bias, **({"gathered": gathered} if gathers else {}))
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        (rows, b), kind, group = context.saved_tensors, context.kind, context.group
-        _, of_a, of_b, of_bias, _ = context.needs_input_grad
-        found = None
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (rows, b), kind, group = ctx.saved_tensors, ctx.kind, ctx.group
+        _, needs_a, needs_b, needs_bias, _ = ctx.needs_input_grad
+        grad_a = None
         if kind == "matmul_reduce_scatter":
             # All ranks make this call, also a rank that needs no gradient of `a`, because the other ranks need its
             # rows.
-            whole = _rows_of_all(gradient, group)
-            found = _call(group, "allgather_matmul", gradient, b.t(), gathered=whole)
-            gradient = whole
-        elif of_a:
+            gathered = _empty_gathered(grad, group)
+            grad_a = _call(group, "allgather_matmul", grad, b.t(), gathered=gathered)
+            grad = gathered
+        elif needs_a:
             is_local = kind == "matmul_allreduce"
-            found = gradient @ b.t() if is_local else _call(group, "matmul_reduce_scatter", gradient, b.t())
-        of_rows = rows.t() @ gradient if of_b else None
-        return None, found if of_a else None, of_rows, gradient.sum(0) if of_bias else None, None
+            grad_a = grad @ b.t() if is_local else _call(group, "matmul_reduce_scatter", grad, b.t())
+        grad_b = rows.t() @ grad if needs_b else None
+        return None, grad_a if needs_a else None, grad_b, grad.sum(0) if needs_bias else None, None
 
 
-def _rows_of_all(own: Tensor, group: ProcessGroup) -> Tensor:
+def _empty_gathered(own: Tensor, group: ProcessGroup) -> Tensor:
     return own.new_empty((own.shape[0] * group.size(), *own.shape[1:]))
 
 
@@ -268,11 +268,11 @@ def split_of(shape: int | Sequence[int], mesh: Any, placements: Any) -> list[Any
     boxes: list[Any] = [None] * dist.get_world_size()
     for coordinates in product(*map(range, mesh.shape)):
         box = list(whole)
-        for place, parts, placement in zip(coordinates, mesh.shape, placed, strict=True):
+        for index, parts, placement in zip(coordinates, mesh.shape, placed, strict=True):
             if isinstance(placement, Shard):
                 start, stop = box[placement.dim]
                 length = -(-(stop - start) // parts)  # PyTorch rounds up, so the last ranks may have nothing
-                first = min(start + place * length, stop)
+                first = min(start + index * length, stop)
                 box[placement.dim] = first, min(first + length, stop)
         boxes[int(mesh.mesh[coordinates])] = tuple(box)
     return boxes

@@ -49,7 +49,7 @@ class Purpose:
 
 
 PURPOSES = (
-    Purpose("The communicator", ("Communicator", "Communicator.__init__"), ("Communicator",)),
+    Purpose("The communicator", ("Communicator", "Communicator.__init__"), ("Communicator", "Lifetime")),
     Purpose(
         "Where ranks are and what they call", ("Communicator.describe", "RankInfo", "Communicator.stats", "Statistics")
     ),

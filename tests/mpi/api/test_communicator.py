@@ -153,7 +153,7 @@ def test_one_that_is_lost_is_warned_of(comm_world: MPI.Intracomm, monkeypatch: p
             pass
         gc.collect()
     session = comm._session
-    monkeypatch.setattr("mpicomm.api.communicator.sys", None)  # as at the end of a program
+    monkeypatch.setattr("mpicomm.api.lifetime.sys", None)  # as at the end of a program
     with pytest.warns(ResourceWarning, match="rank .* was not freed: call Free, or use a with block"):
         del comm
         gc.collect()

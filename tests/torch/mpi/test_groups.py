@@ -75,8 +75,9 @@ def test_split_group(world: dist.ProcessGroup) -> None:
     """PyTorch's function wants a GPU, so the group is asked itself."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = [other for other in range(size) if other % 2 == rank % 2]
-    part = world.split_group(mine, timedelta(seconds=HANG_S), group_name=f"part {rank % 2}")
+    part = world.split_group(mine, timedelta(seconds=HANG_S), group_name=f"part {rank % 2}", group_desc="a half")
     assert part is not None and (part.size(), part.rank()) == (len(mine), mine.index(rank))
+    assert (part.group_name, part.group_desc) == (f"part {rank % 2}", "a half")
     tensor = torch.tensor([float(rank)])
     part.allreduce([tensor], dist.AllreduceOptions()).wait()
     assert float(tensor) == sum(mine)
