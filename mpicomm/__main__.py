@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if stream_order:
         del sys.argv[1]  # mpi4py's runner reads the rest
         arguments = arguments[1:]
-    fault = _fault(arguments)
+    fault = _usage_error(arguments)
     if fault:
         if environment.local_id() == 0:
             sys.stderr.write(f"mpicomm: {fault}\n")
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _fault(arguments: list[str]) -> str:
+def _usage_error(arguments: list[str]) -> str:
     """Return why the arguments name no program, and the way out, or ""."""
     if not arguments:
         return f"no program is named: {_HELP}"
@@ -69,15 +69,15 @@ def _fault(arguments: list[str]) -> str:
     if first in ("-m", "-c") and len(arguments) == 1:
         return f"{first} needs an argument: {_HELP}"
     if first == "-m":
-        there = _is_there(arguments[1])
-        return "" if there else f"there is no module {arguments[1]!r} on the path of this Python: correct the name"
+        exists = _module_exists(arguments[1])
+        return "" if exists else f"there is no module {arguments[1]!r} on the path of this Python: correct the name"
     if first.startswith("-"):
         return "" if first in ("-c", "-") else f"unknown option {first}: {_HELP}"
     tool = f", or start the tool by python -m mpicomm.{first}" if first in _TOOLS else ""
     return "" if Path(first).exists() else f"there is no file {first!r}: name the file of a program{tool}"
 
 
-def _is_there(module: str) -> bool:
+def _module_exists(module: str) -> bool:
     """Return whether a module can be found, without an import: the program imports its packages after `install`."""
     package, *names = module.split(".")
     spec = find_spec(package) if package else None

@@ -43,7 +43,7 @@ def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
     yield MPI.Message, "Iprobe", classmethod(_matched_probe("Improbe", MPI.Message.Iprobe))
     yield MPI.Intracomm, "Create_intercomm", _create_intercomm
     for name in ("fromhandle", "fromint", "f2py"):
-        yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
+        yield MPI.Comm, name, classmethod(_from_handle(getattr(MPI.Comm, name)))
     # These use buffers only during the call, so that host copies can stand for the buffers.
     yield MPI.Op, "Reduce_local", diverted(MPI.Op.Reduce_local, _on_copies)
     for name in ("Pack", "Unpack", "Pack_external", "Unpack_external"):
@@ -65,16 +65,16 @@ def _initialization(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
     """
     init, init_thread, is_initialized = MPI.Init, MPI.Init_thread, MPI.Is_initialized
 
-    def begins() -> bool:
+    def is_first() -> bool:
         nonlocal by_program
-        begun, by_program = by_program or mpi4py.rc.initialize, True
-        return not begun
+        started, by_program = by_program or mpi4py.rc.initialize, True
+        return not started
 
-    yield MPI, "Init", functools.wraps(init)(lambda: None if begins() else init())
+    yield MPI, "Init", functools.wraps(init)(lambda: None if is_first() else init())
 
     @functools.wraps(init_thread)
     def start(required: int = MPI.THREAD_MULTIPLE) -> int:
-        return MPI.Query_thread() if begins() else init_thread(required)
+        return MPI.Query_thread() if is_first() else init_thread(required)
 
     yield MPI, "Init_thread", start
     runs = functools.wraps(is_initialized)(lambda: is_initialized() and (by_program or mpi4py.rc.initialize))
@@ -104,12 +104,12 @@ def _matched_probe(method: str, original: Callable[..., Any]) -> Callable[..., A
     return probe
 
 
-def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
+def _from_handle(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def made(cls: type[MPI.Comm], number: int) -> Any:
-        return communicator_of(original(number))
+    def communicator(cls: type[MPI.Comm], handle: int) -> Any:
+        return communicator_of(original(handle))
 
-    return made
+    return communicator
 
 
 @functools.wraps(_create)

@@ -97,17 +97,17 @@ class Redistribution(AbstractContextManager["Redistribution"]):
 
     def _checked(self, x: Any, out: Any) -> Any:
         """Return ``out``, or a new array in its place. Raise for arrays that do not fit."""
-        given = self._read("x", x, self.source_shape, writable=False)
+        source = self._read("x", x, self.source_shape, writable=False)
         if out is None and self.target_box is not None:
-            if given is not None:
-                out = new_array(x, self.target_shape, self.dtype, on_device=given.on_device)
+            if source is not None:
+                out = new_array(x, self.target_shape, self.dtype, on_device=source.on_device)
             elif volume(self.target_box):
                 raise InvalidUsageError(
                     f"out=None: this rank has no x that names a library: pass out of shape {self.target_shape}"
                 )
-        taken = self._read("out", out, self.target_shape, writable=True)
-        if given is not None and taken is not None and given.on_device == taken.on_device:
-            first, last = sorted((given, taken), key=lambda memory: memory.pointer)
+        target = self._read("out", out, self.target_shape, writable=True)
+        if source is not None and target is not None and source.on_device == target.on_device:
+            first, last = sorted((source, target), key=lambda memory: memory.pointer)
             if last.nbytes and first.pointer + first.nbytes > last.pointer:
                 raise InvalidUsageError("out overlaps with x: pass another array as out, or none")
         return out
@@ -119,11 +119,11 @@ class Redistribution(AbstractContextManager["Redistribution"]):
                 wanted = f"pass an array of shape {shape}, {self.dtype.name}"
                 raise InvalidUsageError(f"{name}=None: this rank has a part: {wanted}")
             return None
-        memory, found = read_in_order(array, writable, name), tuple(array.shape)
-        both_empty = not (math.prod(found) or math.prod(shape))
-        if (found != shape and not both_empty) or memory.dtype != self.dtype:
+        memory, passed = read_in_order(array, writable, name), tuple(array.shape)
+        both_empty = not (math.prod(passed) or math.prod(shape))
+        if (passed != shape and not both_empty) or memory.dtype != self.dtype:
             raise InvalidUsageError(
-                f"{name} has shape {found} and type {memory.dtype}: this rank's part has shape {shape} and type "
+                f"{name} has shape {passed} and type {memory.dtype}: this rank's part has shape {shape} and type "
                 f"{self.dtype.name}"
             )
         return memory
@@ -163,11 +163,11 @@ class Redistribution(AbstractContextManager["Redistribution"]):
             strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
             first = sum(map(operator.mul, offsets[0], strides))
             return volume(pieces[0]), first * self.dtype.itemsize, element
-        made = [element.Create_subarray(shape, *each) for each in zip(extents, offsets, strict=True)]
-        if len(made) == 1:
-            return 1, 0, self._keep(made[0])
-        datatype = self._keep(MPI.Datatype.Create_struct([1] * len(made), [0] * len(made), made))
-        for each in made:
+        subarrays = [element.Create_subarray(shape, *each) for each in zip(extents, offsets, strict=True)]
+        if len(subarrays) == 1:
+            return 1, 0, self._keep(subarrays[0])
+        datatype = self._keep(MPI.Datatype.Create_struct([1] * len(subarrays), [0] * len(subarrays), subarrays))
+        for each in subarrays:
             each.Free()
         return 1, 0, datatype
 

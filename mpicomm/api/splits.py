@@ -150,16 +150,16 @@ def boxes_of(name: str, split: Any, shape: tuple[int, ...], size: int) -> list[B
     if len(split) != size:
         raise InvalidUsageError(f"{name}={split!r} has {len(split)} boxes: pass one for each of {size} ranks")
     boxes: list[Box | None] = []
-    for given in split:
-        if given is None:
+    for ranges in split:
+        if ranges is None:
             boxes.append(None)
             continue
-        lengths = zip(given, shape, strict=False)
+        lengths = zip(ranges, shape, strict=False)
         box = tuple((start, length if stop is None else stop) for (start, stop), length in lengths)
         fits = [0 <= start <= stop <= length for (start, stop), length in zip(box, shape, strict=False)]
-        if len(given) != len(shape) or not all(fits):
+        if len(ranges) != len(shape) or not all(fits):
             raise InvalidUsageError(
-                f"{name}: the box {given} is no part of shape {shape}: pass (start, stop) of each axis"
+                f"{name}: the box {ranges} is no part of shape {shape}: pass (start, stop) of each axis"
             )
         boxes.append(box)
     return boxes
@@ -203,32 +203,31 @@ def transfers(
     holders = [rank for rank, box in enumerate(from_) if box is not None and volume(box)]
     readers = [rank for rank in range(size) if rank not in holders]
     for rank, target in enumerate(to):
-        found: list[list[Box]] = [[] for _ in range(size)]
-        rest = [target] if target is not None and volume(target) else []
+        from_holders: list[list[Box]] = [[] for _ in range(size)]
+        missing = [target] if target is not None and volume(target) else []
         # First the copy of the rank itself. Ranks without one start at different holders, to spread the load.
-        turn = readers.index(rank) if rank in readers else holders.index(rank)
-        for number in range(len(holders)):
-            if not rest:
+        first = readers.index(rank) % max(len(holders), 1) if rank in readers else holders.index(rank)
+        for holder in holders[first:] + holders[:first]:
+            if not missing:
                 break
-            holder = holders[(turn + number) % len(holders)]
             box, uncovered = from_[holder], []
             assert box is not None
-            for part in rest:
+            for part in missing:
                 common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, box, strict=True))
                 if volume(common):
-                    found[holder].append(common)
+                    from_holders[holder].append(common)
                     uncovered += _without(part, common)
                 else:
                     uncovered.append(part)
-            rest = uncovered
-        if rest:
+            missing = uncovered
+        if missing:
             raise InvalidUsageError(
-                f"from_: no rank has the elements {rest[0]} of shape {shape}, which rank {rank} needs: pass boxes that "
-                "cover them"
+                f"from_: no rank has the elements {missing[0]} of shape {shape}, which rank {rank} needs: pass boxes "
+                "that cover them"
             )
-        sent.append(found[this_rank])
+        sent.append(from_holders[this_rank])
         if rank == this_rank:
-            received = found
+            received = from_holders
     return received, sent
 
 

@@ -90,15 +90,15 @@ def best_order(costs: Sequence[Sequence[float]], edges: Edges) -> list[int]:
     one_way = np.array(costs, float).reshape(size, size)
     between = one_way + one_way.T
     vertices = range(size)
-    counted = [(a, b, weight) for (a, b), weight in edges.items() if a in vertices and b in vertices and a != b]
+    inner = [(a, b, weight) for (a, b), weight in edges.items() if a in vertices and b in vertices and a != b]
 
     def first_of_the_best(orders: Iterable[Sequence[int]]) -> list[int]:
         tried = np.array(list(orders))
         sums = np.zeros(len(tried))
-        for a, b, weight in counted:
+        for a, b, weight in inner:
             sums += weight * between[tried[:, a], tried[:, b]]
-        found: list[int] = tried[np.flatnonzero(sums <= sums.min() * _TOLERANCE)[0]].tolist()
-        return found
+        best: list[int] = tried[np.flatnonzero(sums <= sums.min() * _TOLERANCE)[0]].tolist()
+        return best
 
     if size <= _MOST_EXHAUSTIVE:
         return first_of_the_best(itertools.permutations(vertices))
@@ -151,7 +151,7 @@ def read_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> Edges:
             raise InvalidUsageError(f"edges has {len(peers)} items, but index says {starts[-1]}: pass all of them")
         return starts, _ranks("edges", peers, nodes)
 
-    starts, peers = exchange(comm, "Create_graph", read)[comm.rank]
+    starts, peers = allgather(comm, "Create_graph", read)[comm.rank]
     spans = enumerate(itertools.pairwise(starts))
     return Counter((rank, peer) for rank, (start, stop) in spans for peer in peers[start:stop])
 
@@ -168,11 +168,11 @@ def read_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: An
         froms = [source for source, degree in zip(starts, counts, strict=True) for _ in range(degree)]
         return froms, ends, _weights("weights", weights, len(ends))
 
-    found: Counter[tuple[int, int]] = Counter()
-    for froms, ends, each in exchange(comm, "Create_dist_graph", read):
-        for source, end, weight in zip(froms, ends, each or itertools.repeat(1)):  # noqa: B905
-            found[source, end] += weight
-    return found
+    edges: Counter[tuple[int, int]] = Counter()
+    for froms, ends, edge_weights in allgather(comm, "Create_dist_graph", read):
+        for source, end, weight in zip(froms, ends, edge_weights or itertools.repeat(1)):  # noqa: B905
+            edges[source, end] += weight
+    return edges
 
 
 def read_neighbors(
@@ -187,49 +187,49 @@ def read_neighbors(
         ends = _ranks("destinations", () if destinations is None else destinations, size, or_null=True)
         return froms, ends, from_weights, _weights("destweights", destweights, len(ends))
 
-    everyone = exchange(comm, what, read)
-    named = Counter((rank, peer) for rank, lists in enumerate(everyone) for peer in lists[1])
-    for rank, lists in enumerate(everyone):
-        expected = Counter(lists[0])
+    neighbors = allgather(comm, what, read)
+    sends = Counter((rank, peer) for rank, (_, ends, *_) in enumerate(neighbors) for peer in ends)
+    for rank, (froms, *_) in enumerate(neighbors):
+        receives = Counter(froms)
         for peer in range(size):
-            if named[peer, rank] != expected[peer]:
+            if sends[peer, rank] != receives[peer]:
                 raise InvalidUsageError(
-                    f"{what}: rank {rank}: rank {peer} names rank {rank} {named[peer, rank]} times as a destination, "
-                    f"and this rank names rank {peer} {expected[peer]} times as a source: let both ranks name each "
+                    f"{what}: rank {rank}: rank {peer} names rank {rank} {sends[peer, rank]} times as a destination, "
+                    f"and this rank names rank {peer} {receives[peer]} times as a source: let both ranks name each "
                     "other equally often",
                     ranks=[rank],
                 )
-    return everyone
+    return neighbors
 
 
 def edges_of(neighbors: Sequence[Neighbors]) -> Edges:
     """Return the edges of a graph, from the neighbours of all ranks."""
-    found: Counter[tuple[int, int]] = Counter()
+    edges: Counter[tuple[int, int]] = Counter()
     for rank, (_, destinations, _, weights) in enumerate(neighbors):
         for peer, weight in zip(destinations, weights or itertools.repeat(1)):  # noqa: B905
-            found[rank, peer] += weight
-    return found
+            edges[rank, peer] += weight
+    return edges
 
 
-def exchange(comm: MPI.Intracomm, what: str, read: Callable[[], T]) -> list[T]:
+def allgather(comm: MPI.Intracomm, what: str, read: Callable[[], T]) -> list[T]:
     """Return what ``read`` returns on each rank. Raise its error on all ranks if it raises on one. Collective."""
-    fault, mine = "", None
+    fault, result = "", None
     try:
-        mine = read()
+        result = read()
     except (InvalidUsageError, TypeError, BufferError) as error:
         fault = str(error).removeprefix(f"{what}: ")
-    everyone = comm.allgather((fault, mine))
-    for rank, (fault, _) in enumerate(everyone):
+    results = comm.allgather((fault, result))
+    for rank, (fault, _) in enumerate(results):
         if fault:
             raise InvalidUsageError(f"{what}: rank {rank}: {fault}", ranks=[rank])
-    return [each for _, each in everyone]
+    return [result for _, result in results]
 
 
 def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
-    found = integers(name, values)
-    if count is not None and len(found) != count:
-        raise InvalidUsageError(f"{name} has {len(found)} items: pass {count}")
-    return list(found)
+    items = list(integers(name, values))
+    if count is not None and len(items) != count:
+        raise InvalidUsageError(f"{name} has {len(items)} items: pass {count}")
+    return items
 
 
 def _ranks(name: str, values: Any, size: int, count: int | None = None, *, or_null: bool = False) -> list[int]:

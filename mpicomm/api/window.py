@@ -10,7 +10,7 @@ from mpi4py.MPI import COMM_SELF, INFO_NULL, Info, Intracomm
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.api.lifetime import communicator_of
-from mpicomm.api.topologies import exchange
+from mpicomm.api.topologies import allgather
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.arguments import is_on_device
@@ -212,9 +212,9 @@ class Win(_Calls):
             )
         parts = [part for _, part in offers]
         if session is None or not (found["device"] or place == "device"):
-            return _ready(_create(cls, memory, disp_unit, info, comm), comm, parts)
+            return _with_parts(_create(cls, memory, disp_unit, info, comm), comm, parts)
         array = memory if offers[comm.rank][0] == "device" else None
-        return _on_device(comm, info, what, parts, MPI.WIN_FLAVOR_CREATE, provide, array)
+        return _create_on_device(comm, info, what, parts, MPI.WIN_FLAVOR_CREATE, provide, array)
 
     @classmethod
     def Allocate(
@@ -240,8 +240,8 @@ class Win(_Calls):
         comm, session, parts = _read_all(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
         if session is None:
             by_mpi: Any = super().Allocate_shared if shared or place == "device" else super().Allocate
-            return _ready(by_mpi(*parts[comm.rank], info, comm), comm, parts)
-        return _on_device(comm, info, what, parts, flavor)
+            return _with_parts(by_mpi(*parts[comm.rank], info, comm), comm, parts)
+        return _create_on_device(comm, info, what, parts, flavor)
 
     @classmethod
     def Create_dynamic(cls, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto") -> Win:
@@ -249,10 +249,11 @@ class Win(_Calls):
         what = "Win.Create_dynamic"
         comm, session, _ = _read_all(what, comm, info, place, lambda _: None)
         if session is None:
-            return _ready(super().Create_dynamic(info, comm), comm)
+            return _with_parts(super().Create_dynamic(info, comm), comm)
         require_one_node(session, what)
         memory = share_dynamic_window(session, what)
-        return _made(comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC)
+        array = session.backend.view(memory.own_board, (0,), BYTES)
+        return _open_on_device(comm, info, memory, array, MPI.WIN_FLAVOR_DYNAMIC)
 
 
 if TYPE_CHECKING:
@@ -291,43 +292,43 @@ def _read_all(
             raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
         return read(session)
 
-    found = exchange(MPI.Intracomm(comm), what, checked) if session is None else session.group.allgather(what, checked)
+    found = allgather(MPI.Intracomm(comm), what, checked) if session is None else session.group.allgather(what, checked)
     return comm, session, found
 
 
-def _on_device(
+def _create_on_device(
     comm: Any, info: Info, what: str, parts: list[Part], flavor: int, provide: Provider | None = None, array: Any = None
 ) -> Win:
     """Make a window of device memory. Collective. ``array`` is memory of the caller, which ``provide`` returns."""
     session: Session = comm._session
     require_one_node(session, what)
     memory = share_window(session, what, parts, provide, allocated=flavor != MPI.WIN_FLAVOR_CREATE)
-    return _made(comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
+    return _open_on_device(comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
 
 
-def _made(comm: Any, info: Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
+def _open_on_device(comm: Any, info: Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
     session: Session = comm._session
-    made: list[DeviceWin] = []
+    windows: list[DeviceWin] = []
 
     def make() -> None:
         # MPI's part of the window has no memory. It carries the name, the attributes and the error handler. It is of
         # this rank alone, because a rank that died before a collective call of MPI would leave the others in MPI.
-        made.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
-        made[0]._flavor = flavor
-        made[0]._begin(memory, array, comm.Get_group())
+        windows.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
+        windows[0]._flavor = flavor
+        windows[0]._begin(memory, array, comm.Get_group())
 
     try:
         # All ranks together, because a rank whose kernels do not load would raise alone.
         session.group.agree("Win: load kernels", make)
     except Exception:
         session.close_shared(memory, "Win")  # all ranks fail together
-        for win in made:
+        for win in windows:
             MPI.Win.Free(win)
         raise
-    return _ready(made[0], comm)
+    return _with_parts(windows[0], comm)
 
 
-def _ready(win: Win, comm: Any, parts: Sequence[Part] = ()) -> Win:
+def _with_parts(win: Win, comm: Any, parts: Sequence[Part] = ()) -> Win:
     """Return a window that knows the ``parts`` of all ranks, which MPI does not check, and that records its calls.
 
     It records them if its communicator does. Local.
