@@ -37,8 +37,8 @@ class SendMethod(Protocol[Sent]):
     def __call__(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> Sent: ...
 
 
-def _sender(by_mpi: Callable[..., Sent], says: str) -> SendMethod[Sent]:
-    """Return the method for ``by_mpi``, a send of MPI, with the docstring ``says``."""
+def _sender(by_mpi: Callable[..., Sent], doc: str) -> SendMethod[Sent]:
+    """Return the method for ``by_mpi``, a send of MPI, with the docstring ``doc``."""
     name = by_mpi.__name__
 
     def send(self: Any, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> Any:
@@ -51,10 +51,10 @@ def _sender(by_mpi: Callable[..., Sent], says: str) -> SendMethod[Sent]:
                 return by_mpi(self, buf, dest, tag)
             except host_calls.REFUSALS:
                 pass  # as bytes below
-        return self._carry(name, by_mpi, (buf, dest, tag), None, stream)
+        return self._transfer(by_mpi, (buf, dest, tag), None, stream)
 
     method: Any = send
-    method.__name__, method.__qualname__, method.__doc__ = name, f"PointToPoint.{name}", says
+    method.__name__, method.__qualname__, method.__doc__ = name, f"PointToPoint.{name}", doc
     method.__annotations__["return"] = by_mpi.__annotations__["return"]
     return method  # type: ignore[no-any-return]
 
@@ -126,11 +126,9 @@ class PointToPoint(MPI.Intracomm):
                 return
             except host_calls.REFUSALS:
                 pass  # MPI has no type for the elements, so they go as bytes below
-        self._carry("Send", _send, (buf, dest, tag), None, stream, algorithm)
+        self._transfer(_send, (buf, dest, tag), None, stream, algorithm)
 
-    Ssend = _sender(
-        sending(MPI.Intracomm.Ssend), "Send ``buf``; return when the receiver has matched the message; see mpi4py."
-    )
+    Ssend = _sender(sending(MPI.Intracomm.Ssend), "Send ``buf``; return when a receive has matched it; see mpi4py.")
     Rsend = _sender(sending(MPI.Intracomm.Rsend), "Send ``buf`` to a rank that has posted its receive; see mpi4py.")
     Bsend = _sender(MPI.Intracomm.Bsend, "Send ``buf`` through the buffer of `Attach_buffer`; see mpi4py.")
 
@@ -173,7 +171,7 @@ class PointToPoint(MPI.Intracomm):
                     return
             except host_calls.REFUSALS:
                 pass  # as bytes below
-        self._carry("Recv", recv, None, (buf, source, tag), stream, algorithm, status)
+        self._transfer(recv, None, (buf, source, tag), stream, algorithm, status)
 
     def Sendrecv(
         self,
@@ -218,11 +216,10 @@ class PointToPoint(MPI.Intracomm):
             except host_calls.REFUSALS:
                 pass  # as bytes below
         send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
-        if algorithm == "auto" and self._messages.exchange_device_arrays(
-            *send, recvbuf, (source, recvtag), status, stream
-        ):
+        envelope = source, recvtag
+        if algorithm == "auto" and self._messages.exchange_device_arrays(*send, recvbuf, envelope, status, stream):
             return
-        self._carry("Sendrecv", sendrecv, send, receive, stream, algorithm, status)
+        self._transfer(sendrecv, send, receive, stream, algorithm, status)
 
     def Sendrecv_replace(
         self,
@@ -243,10 +240,7 @@ class PointToPoint(MPI.Intracomm):
         "Start to send ``buf``; return the request. Keep ``buf`` as it is until ``Wait``, or ``Test`` that is true.\n\n"
         "Arguments and ``stream`` are as in `Send`.",
     )
-    Issend = _sender(
-        MPI.Intracomm.Issend,
-        "Start to send ``buf``; the request is complete when the receiver has matched it; see mpi4py.",
-    )
+    Issend = _sender(MPI.Intracomm.Issend, "Start to send ``buf``; complete when a receive has matched it; see mpi4py.")
     Ibsend = _sender(MPI.Intracomm.Ibsend, "Start to send ``buf`` through the buffer of `Attach_buffer`; see mpi4py.")
     Irsend = _sender(MPI.Intracomm.Irsend, "Start to send ``buf`` to a rank that has posted its receive; see mpi4py.")
 
@@ -269,7 +263,7 @@ class PointToPoint(MPI.Intracomm):
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 pass  # as bytes below
-        request: MPI.Request = self._carry("Irecv", _irecv, None, (buf, source, tag), stream)
+        request: MPI.Request = self._transfer(_irecv, None, (buf, source, tag), stream)
         return request
 
     def Isendrecv(
@@ -285,7 +279,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
-        request: MPI.Request = self._carry("Isendrecv", MPI.Intracomm.Isendrecv, send, receive, stream)
+        request: MPI.Request = self._transfer(MPI.Intracomm.Isendrecv, send, receive, stream)
         return request
 
     def Isendrecv_replace(
@@ -312,12 +306,11 @@ class PointToPoint(MPI.Intracomm):
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
     ) -> MPI.Prequest:
         """Create a persistent `Recv`; see mpi4py."""
-        request: MPI.Prequest = self._carry("Recv_init", MPI.Intracomm.Recv_init, None, (buf, source, tag), stream)
+        request: MPI.Prequest = self._transfer(MPI.Intracomm.Recv_init, None, (buf, source, tag), stream)
         return request
 
-    def _carry(
+    def _transfer(
         self,
-        operation: str,
         by_mpi: Callable[..., Any],
         send: End | None,
         receive: End | None,
@@ -329,6 +322,7 @@ class PointToPoint(MPI.Intracomm):
 
         MPI gets the buffers if all of them lie in host memory. A nonblocking or persistent call returns its request.
         """
+        operation = by_mpi.__name__.capitalize()  # `recv` and `sendrecv` of `doctor_rows` begin with a small letter
         messages, sent, received = self._messages, None, None
         if algorithm != "auto":
             algorithm = "stream" if algorithm == "one_shot" else algorithm  # the alias
@@ -358,12 +352,11 @@ class PointToPoint(MPI.Intracomm):
             return host_calls.call(by_mpi, self, *(send or ()), *(receive or ()), *status, receives=receives)
         if first.captured and algorithm == "auto" and operation in _IN_STREAM_ORDER:
             return self._in_stream_order(operation, stream, send, receive, *status)
-        name = by_mpi.__name__
-        if name.endswith("_init"):
-            start = getattr(MPI.Intracomm, f"I{name.removesuffix('_init').lower()}")
+        if operation.endswith("_init"):
+            start = getattr(MPI.Intracomm, f"I{operation.removesuffix('_init').lower()}")
             # Each start reads the buffer again, because the stream may capture a graph then.
-            return PersistentRequest.of(lambda: self._carry(operation, start, send, receive, stream))
-        starts = name[0] == "I"
+            return PersistentRequest.of(lambda: self._transfer(start, send, receive, stream))
+        starts = operation[0] == "I"
         if receive is None:
             assert sent is not None
             return (messages.start_send if starts else messages.send)(by_mpi, sent, dest, tag)

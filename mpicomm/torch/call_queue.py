@@ -55,6 +55,8 @@ class HostWork(PendingWork):
 
     def _make_future(self) -> torch.futures.Future[Any]:
         self._queue.drain_until(self._over)
+        if self._over.is_set():
+            self._when_over.wait()  # else a program that has waited for the work might find no value in the future
         return self._when_over.then(self._outcome)
 
 

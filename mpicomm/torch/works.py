@@ -209,11 +209,14 @@ class MessageWork(PendingWork):
     advance = is_completed
 
     def _make_future(self) -> torch.futures.Future[Any]:
-        """Complete the future in a new thread, because its callbacks may wait for other works.
+        """Complete the future at once, or in a new thread, because its callbacks may wait for other works.
 
         At the end of the program nobody waits for it.
         """
         over = self._new_future()
+        if self.is_completed():
+            over.set_result(self._outputs)
+            return over.then(self._outcome)
 
         def run() -> None:
             self._prepare_thread()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_futures_of_messages(world: dist.ProcessGroup) -> None:
     doubled = receive.get_future().then(lambda done: done.value()[0] * 2)
     require_same([doubled.wait()], [case.of(before, 4) * 2])
     send.wait()
-    assert receive.is_completed()
+    assert receive.is_completed() and send.get_future().done()
 
 
 @pytest.mark.host_alone  # on a GPU the call itself raises
@@ -120,29 +121,45 @@ def test_calls_go_on_in_their_order_whether_they_block_or_not(world: dist.Proces
     require_same(tensors, [reduced(case.all(3, salt=index), Op.SUM) for index in range(20)])
 
 
-@pytest.mark.host_alone
-def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
+@pytest.fixture
+def _switching() -> Iterator[None]:
+    """Python switches between threads as often as it can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(200):
-            work = HostWork(CallQueue("queue"), lambda: None, [], "call")
-            futures: list[torch.futures.Future[list[torch.Tensor]]] = []
-            both = threading.Barrier(2)
+    yield
+    sys.setswitchinterval(interval)
 
-            def ask(work: HostWork = work, futures: list = futures, both: threading.Barrier = both) -> None:  # type: ignore[type-arg]
-                both.wait()
-                futures.append(work.get_future())
 
-            threads = [threading.Thread(target=ask) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            work.run()
-            assert all(future.done() for future in futures)
-    finally:
-        sys.setswitchinterval(interval)
+@pytest.mark.host_alone
+@pytest.mark.usefixtures("_switching")
+def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
+    for _ in range(200):
+        work = HostWork(CallQueue("queue"), lambda: None, [], "call")
+        futures: list[torch.futures.Future[list[torch.Tensor]]] = []
+        both = threading.Barrier(2)
+
+        def ask(work: HostWork = work, futures: list = futures, both: threading.Barrier = both) -> None:  # type: ignore[type-arg]
+            both.wait()
+            futures.append(work.get_future())
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        work.run()
+        assert all(future.done() for future in futures)
+
+
+@pytest.mark.host_alone
+@pytest.mark.usefixtures("_switching")
+def test_the_future_of_a_work_that_is_over_is_complete(world: dist.ProcessGroup) -> None:
+    queue = CallQueue("queue")
+    for _ in range(1000):
+        work = queue.submit(lambda: None, [], "call")
+        work.wait()
+        assert work.get_future().done()
+    assert queue.close(HANG_S)
 
 
 @pytest.mark.host_alone  # on a GPU ranks that begin calls in different orders may wait for each other, as with NCCL
