@@ -17,7 +17,7 @@ from mpicomm.api.collectives import (
     PersistentCollectives,
 )
 from mpicomm.api.constructors import Constructors
-from mpicomm.api.lifetime import Lazy, Lifetime, handle_of, register
+from mpicomm.api.lifetime import Lazy, Lifetime, by_handle, handle_of
 from mpicomm.api.memory import MemoryCalls
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.products import ProductCalls
@@ -174,7 +174,7 @@ class Communicator(
     def _begin(self, session: Session) -> None:
         self._session = session
         self._gpu = session.gpu
-        register(self)
+        by_handle[handle_of(self)] = self
         if session.tracer is not None:
             from mpicomm.observation import record_calls  # few programs record
 

@@ -23,8 +23,8 @@ Part = TypeVar("Part")
 _lock = threading.RLock()
 
 handle_of = MPI.Comm.handle.__get__  # type: ignore[attr-defined]  # MPI's, which a Communicator hides
-# A WeakValueDictionary would take several times as long. MPI uses handles again, so the entries do not become many.
-_by_handle: dict[int, weakref.ref[MPI.Comm]] = {}
+by_handle: weakref.WeakValueDictionary[int, MPI.Comm] = weakref.WeakValueDictionary()
+"""The Communicators that exist, by MPI's handle."""
 
 _USABLE = frozenset(("Compare", "Disconnect", "Free", "free", "handle", "py2f", "toint"))
 """The attributes that work on a freed communicator."""
@@ -42,18 +42,12 @@ class Lazy(functools.cached_property[Part]):
             return super().__get__(owner, cls)
 
 
-def register(comm: MPI.Intracomm) -> None:
-    """Let `communicator_of` find the Communicator as long as the Communicator exists. Local."""
-    _by_handle[handle_of(comm)] = weakref.ref(comm)
-
-
 def communicator_of(plain: Any) -> Any:
     """Return the Communicator with the handle of ``plain``, a communicator of mpi4py; without one, ``plain``. Local."""
     if plain == MPI.COMM_NULL:
         return plain
     # MPI may give the handle of a freed communicator to another communicator. The two are not equal.
-    reference = _by_handle.get(plain.handle)
-    found = reference and reference()
+    found = by_handle.get(plain.handle)
     return plain if found is None or found != plain else found
 
 
