@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
-from mpicomm.torch.works import NO_TIMEOUT, WAIT_ERRORS, PendingWork, Tensors, Work, as_group_error, timeout_error
+from mpicomm.torch.works import NO_TIMEOUT, WAIT_ERRORS, PendingWork, Tensors, as_group_error, timeout_error
 from mpicomm.waiting import start_thread
 
 T = TypeVar("T")
@@ -153,31 +153,3 @@ class CallQueue:
         with self._lock:
             self._unfinished -= 1
         return True
-
-
-class JoinedWork(Work):
-    """Several calls as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__()
-        self._outputs = [output for work in works for output in work._outputs]
-        self._works = works
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """See `Work.wait`. ``timeout`` bounds the wait for each call."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        over = all(work.is_completed() for work in self._works)
-        self._error = next((work._error for work in self._works if work._error is not None), None)
-        return over
-
-    def _make_future(self) -> torch.futures.Future[Any]:
-        def outcome(joined: torch.futures.Future[Any]) -> Any:
-            # On a GPU PyTorch calls this with a stream of its own, which waits here for the calls.
-            torch.futures.wait_all(joined.value())
-            return self.value
-
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(outcome)

@@ -17,11 +17,10 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest, ProgressThread
-from mpicomm.torch.call_queue import JoinedWork
 from mpicomm.torch.collective_calls import CollectiveCalls
 from mpicomm.torch.groups import communicator_on, create_communicator, create_subgroup, store_barrier
 from mpicomm.torch.tensors import flat, movable
-from mpicomm.torch.works import WAIT_ERRORS, MessageWork, Tensors, Work, as_group_error, completed_work
+from mpicomm.torch.works import WAIT_ERRORS, JoinedWork, MessageWork, Tensors, Work, as_group_error, completed_work
 
 _FREE_S = 30.0
 """A destroyed group waits this long for its other ranks, because they may have ended without destroying it."""
@@ -138,19 +137,17 @@ class ProcessGroup(CollectiveCalls):
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing, because ranks outside all parts of a group take no part in making the parts."""
 
-    def split_group(
-        self, ranks: Sequence[int], timeout: timedelta | None = None, **options: Any
-    ) -> ProcessGroup | None:
+    def split_group(self, ranks: Sequence[int], timeout: timedelta | None = None, **names: Any) -> ProcessGroup | None:
         """See `torch.distributed.split_group`. Collective over ``ranks`` of this group. Other ranks get None."""
         if self.communicator.rank not in ranks:
             return None
-        name = options["group_name"]
+        name = names["group_name"]
         timeout_s = timeout.total_seconds() if timeout else self._timeout_s
         store = dist.PrefixStore(f"{name}/", self._store)
         members = create_subgroup(self.communicator, ranks, name, store, timeout_s)
         part = ProcessGroup(store, communicator_on(members, self.communicator.device, timeout_s), timeout_s)
         part._set_group_name(name)
-        part._set_group_desc(options.get("group_desc") or "")
+        part._set_group_desc(names.get("group_desc") or "")
         return part
 
     def get_group_store(self) -> c10d.Store:
@@ -179,10 +176,10 @@ class ProcessGroup(CollectiveCalls):
             return
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
-        until_s, turn = time.monotonic() + limit_s, self._queue.call_lock
+        until_s, call_lock = time.monotonic() + limit_s, self._queue.call_lock
         # A free during a call, also in another thread, would take away the memory that the call uses, and both would
         # wait for the same messages.
-        if not (self._queue.close(limit_s) and turn.acquire(timeout=max(0.0, until_s - time.monotonic()))):
+        if not (self._queue.close(limit_s) and call_lock.acquire(timeout=max(0.0, until_s - time.monotonic()))):
             logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
             return
         try:
@@ -190,7 +187,7 @@ class ProcessGroup(CollectiveCalls):
         except MpicommError as error:
             logger.warning("a process group is not freed on all ranks: %s", error)
         finally:
-            turn.release()
+            call_lock.release()
 
     def abort(self) -> None:
         """Refuse further calls. Local. Calls in progress end with the timeout of the group.

@@ -49,10 +49,10 @@ class StreamWork(Work):
     `record_stream` protects the memory of tensors without such a wait, and takes longer.
     """
 
-    __slots__ = ("kept", "name", "ptr", "side")
+    __slots__ = ("kept", "name", "ptr", "streams")
     ptr: int
-    """The event after the call. It goes back to ``side.idle``, except if it is the event of `mark`."""
-    side: Streams
+    """The event after the call. It goes back to ``streams.idle``, except if it is the event of `mark`."""
+    streams: Streams
     kept: tuple[int, Tensors] | None
     """The address of the current stream when the call began, and the tensors of the call."""
     name: str
@@ -62,9 +62,9 @@ class StreamWork(Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        side = self.side
-        current = current_stream(side.gpu)
-        side.marks.follow(current, self)
+        streams = self.streams
+        current = current_stream(streams.gpu)
+        streams.marks.follow(current, self)
         kept = self.kept
         if kept is not None and kept[0] == current:
             self.kept = None
@@ -82,26 +82,27 @@ class StreamWork(Work):
     def __del__(self) -> None:
         if self.kept is not None:
             for tensor in self.kept[1]:
-                tensor.record_stream(self.side.stream)
+                tensor.record_stream(self.streams.stream)
         if self.ptr and self.mark is None:
             # A stream that waits for the event waits for the record at that time, whatever comes later. This is no
             # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
-            self.side.idle.append(self.ptr)
+            self.streams.idle.append(self.ptr)
 
     def is_completed(self) -> bool:
-        if not self.side.marks.passed(self):
+        if not self.streams.marks.passed(self):
             return False
         self.kept = None
         if self._error is None:
             try:
-                self.side.internals.raise_async_error()
+                self.streams.internals.raise_async_error()
             except Exception as error:
                 self._error = as_group_error(error, self.name)
         return True
 
     def _make_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=self.side.devices if self._outputs else None)
-        call_on(self.side.stream, future.set_result, self.value)
+        devices = self.streams.devices if self._outputs else None
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        call_on(self.streams.stream, future.set_result, self.value)
         return future
 
 
@@ -125,7 +126,7 @@ class Streams:
         # PyTorch never destroys the streams of its pool. Marks order streams by their addresses, because PyTorch's own
         # methods take several times as long.
         self.marks = self.internals.register_stream("init_process_group", self._address)
-        self._begin = self.marks.mark(self._address)
+        self._start_mark = self.marks.mark(self._address)
         """The mark by which an asynchronous call follows earlier work of the caller's stream.
 
         It pairs with the mark or event at the end of the call, which orders later work of that stream after the call.
@@ -164,9 +165,9 @@ class Streams:
             self._events[event.ptr] = event
         # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
         work = StreamWork()
-        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
+        work.streams, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
         try:
-            self.marks.wait_stream(address, current, self._begin)
+            self.marks.wait_stream(address, current, self._start_mark)
             is_recorded = self.enqueue(call, args, event, overlap=True)
             if self._pool.by_address:
                 self._record_use((*outputs, *inputs))
@@ -196,19 +197,19 @@ class Streams:
             future.set_result(value)
             return future
         # There is no work, because its creation and its mark would take the host half as long as the call.
-        current, side = current_stream(self.gpu), self.stream
+        current, stream = current_stream(self.gpu), self.stream
         try:
-            self.marks.wait_stream(self._address, current, self._begin)
+            self.marks.wait_stream(self._address, current, self._start_mark)
             if plan is None:
                 self.enqueue(call, args, overlap=True)
             else:
                 assert self._plans is not None
                 self._plans.enqueue_on(plan, self._address, noted=True)
             for tensor in tensors:
-                tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
+                tensor.record_stream(stream)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.by_address:
                 self._record_use(tensors)
-            call_on(side, future.set_result, value)
+            call_on(stream, future.set_result, value)
         except BaseException:
             self.marks.wait_stream(current, self._address)  # as above
             raise

@@ -229,6 +229,34 @@ class MessageWork(PendingWork):
         return over.then(self._outcome)
 
 
+class JoinedWork(Work):
+    """Several calls as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._outputs = [output for work in works for output in work._outputs]
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """See `Work.wait`. ``timeout`` bounds the wait for each call."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        over = all(work.is_completed() for work in self._works)
+        self._error = next((work._error for work in self._works if work._error is not None), None)
+        return over
+
+    def _make_future(self) -> torch.futures.Future[Any]:
+        def outcome(joined: torch.futures.Future[Any]) -> Any:
+            # On a GPU PyTorch calls this with a stream of its own, which waits here for the calls.
+            torch.futures.wait_all(joined.value())
+            return self.value
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(outcome)
+
+
 def timeout_error(name: str, timeout: timedelta) -> GroupTimeoutError:
     """Return the error of a call that has not ended within ``timeout``. Local."""
     return GroupTimeoutError(f"{name} has not ended within {timeout.total_seconds():g} s")
