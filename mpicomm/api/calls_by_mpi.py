@@ -95,7 +95,7 @@ def _annotations(method: Method) -> dict[str, str]:
 
 def _wrapped_methods(cls: Any) -> dict[str, Method]:
     """Return wrapped methods for all of ``cls`` that take buffers, or make communicators or messages."""
-    made: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     for name in dir(cls):
         method: Any = getattr(cls, name)
         if not name[0].isupper() or not inspect.ismethoddescriptor(method):
@@ -103,10 +103,10 @@ def _wrapped_methods(cls: Any) -> dict[str, Method]:
         if buffers_of(method):
             if issubclass(cls, MPI.Message):
                 method = _receiving_bytes(method)
-            made[name] = diverted(method, functools.partial(_through_host, cls))
+            methods[name] = diverted(method, functools.partial(_through_host, cls))
         elif _MADE.search(_annotations(method)["return"]):
-            made[name] = _wrapped_maker(method)
-    return made
+            methods[name] = _wrapped_maker(method)
+    return methods
 
 
 def diverted(method: Method, divert: Divert) -> Method:
@@ -115,16 +115,16 @@ def diverted(method: Method, divert: Divert) -> Method:
     Its calls with MPI.BOTTOM and addresses of a GPU raise `InvalidUsageError`.
     """
     buffers, has_self = buffers_of(method), "." in method.__qualname__
-    places = [(n + has_self, name) for n, name in enumerate(_annotations(method)) if name in buffers]
+    positions = [(n + has_self, name) for n, name in enumerate(_annotations(method)) if name in buffers]
 
     @functools.wraps(method)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        for place, name in places:
-            buffer = arguments[place] if place < len(arguments) else keywords.get(name)
+        for position, name in positions:
+            buffer = arguments[position] if position < len(arguments) else keywords.get(name)
             require_host_addresses(buffer, name)
             if is_on_device(buffer):
                 given = inspect.signature(method).bind(*arguments, **keywords).arguments
-                return divert(method, given, [name for _, name in places if is_on_device(given.get(name))])
+                return divert(method, given, [name for _, name in positions if is_on_device(given.get(name))])
         return method(*arguments, **keywords)
 
     return call
@@ -238,7 +238,7 @@ for _name, _method in _wrapped_methods(MPI.Intracomm).items():
 replace(MPI, "Attach_buffer", diverted(MPI.Attach_buffer, refuse))
 
 
-def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a collective call of mpi4py that tells the doctor its name."""
     number = mpi_call_number(method.__name__.replace("barrier", "Barrier"))
 
@@ -259,15 +259,15 @@ def _probing(
     """
 
     @functools.wraps(by_mpi)
-    def look(self: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: MPI.Status | None = None) -> Any:
+    def wrapper(self: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: MPI.Status | None = None) -> Any:
         messages = self._messages
         if not (messages.on_gpu if matches else messages.by_rendezvous):
             return by_mpi(self, source, tag, status)  # type: ignore[call-arg,arg-type]
         take = messages.unexpected.match if matches else messages.unexpected.probe
         return take(source, tag, status, wait=wait)
 
-    made: Any = look
-    return made  # type: ignore[no-any-return]
+    method: Any = wrapper
+    return method  # type: ignore[no-any-return]
 
 
 class ObjectCalls(MPI.Intracomm):
@@ -280,7 +280,7 @@ class ObjectCalls(MPI.Intracomm):
 
 
 for _name in _COLLECTIVES:
-    setattr(ObjectCalls, _name, _counted(getattr(MPI.Intracomm, _name)))
+    setattr(ObjectCalls, _name, _reported(getattr(MPI.Intracomm, _name)))
 
 
 class Probes(MPI.Intracomm):
