@@ -198,7 +198,7 @@ class Communicator(
 
         messages = Messages(self, self._session.placement, self._session.gpu)
         self._session.keep_local(messages.rendezvous)
-        self._session.before_suspension = messages.rendezvous.give_back
+        self._session.before_suspension = messages.rendezvous.reset
         return messages
 
     @Lazy

@@ -22,7 +22,7 @@ from mpicomm.windows.memory import (
     Part,
     Provider,
     WindowMemory,
-    adopted,
+    adopt_memory,
     checked_part,
     require_one_node,
     share_dynamic_window,
@@ -49,8 +49,8 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
         memory, session = self._memory, self._owner
         if not memory.closed:
             if session.intact:
-                others = () if self._is_torn else ("Start", "Post", "Lock")
-                session.group.agree("Win.Free", lambda: self._require_no("Win.Free", *others))
+                others = () if self._is_interrupted else ("Start", "Post", "Lock")
+                session.group.agree("Win.Free", lambda: self._require_no_epoch("Win.Free", *others))
             session.close_shared(memory, "Win")
             self._array = None  # the caller may free its memory now
         if self:
@@ -198,7 +198,7 @@ class Win(_Calls):
             if memory is None or memory is MPI.BOTTOM:
                 return "no", checked_part(0, disp_unit, what)
             if session is not None and (place == "device" or is_on_device(memory)):
-                nbytes, provide = adopted(session, memory)
+                nbytes, provide = adopt_memory(session, memory)
                 return "device", checked_part(nbytes, disp_unit, what)
             require_on_host("Create", None, memory=memory)
             return "host", checked_part(MPI.memory.frombuffer(memory).nbytes, disp_unit, what)
@@ -252,7 +252,7 @@ class Win(_Calls):
             return _with_parts(super().Create_dynamic(info, comm), comm)
         require_one_node(session, what)
         memory = share_dynamic_window(session, what)
-        array = session.backend.view(memory.own_board, (0,), BYTES)
+        array = session.backend.view(memory.local_board, (0,), BYTES)
         return _open_on_device(comm, info, memory, array, MPI.WIN_FLAVOR_DYNAMIC)
 
 

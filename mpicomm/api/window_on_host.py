@@ -19,7 +19,7 @@ from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.mpi.types import is_covered, is_narrow
-from mpicomm.windows.buffers import as_pairs, elements_of, name_of, target_elements, update_of
+from mpicomm.windows.buffers import as_pairs, elements_of, operation_name, target_elements, update_of
 from mpicomm.windows.memory import Part, require_inside
 
 _CHECKED = (
@@ -131,7 +131,7 @@ def _require_legal(what: str, op: Any, origin: Any, rank: Any) -> None:
     """
     if not isinstance(op, MPI.Op) or rank == MPI.PROC_NULL:
         return  # mpi4py refuses it, or does nothing
-    name = name_of(op, what)
+    name = operation_name(op, what)
     if name in MOVING:
         return  # any type; and MPI reads no origin of NO_OP
     if is_custom(name):
@@ -177,7 +177,7 @@ def _require_inside(name: str, part: Part, buffer: Any, rank: int, target: Any) 
         disp, elements = target_elements(target, elements_of(buffer, "origin"), name)
     except (TypeError, InvalidUsageError):
         return  # MPI names what it refuses, and moves types that NumPy lacks
-    require_inside(f"Win.{name}", part, rank, disp, elements.ends)
+    require_inside(f"Win.{name}", part, rank, disp, elements.bounds)
 
 
 def _name_wrong_argument(name: str, /, **given: Any) -> None:

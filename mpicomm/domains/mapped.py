@@ -32,8 +32,8 @@ class MappedChannels(SharedMemory):
     def __init__(self, node: Group, backend: Backend, kind: Kind, pads: SignalPads) -> None:
         self._node = node
         self._backend = backend
-        self._full = [pads.take(_PURPOSE) for _ in range(_CHANNELS)]
-        self._free = [pads.take(_PURPOSE) for _ in range(_CHANNELS)]
+        self._full = [pads.acquire(_PURPOSE) for _ in range(_CHANNELS)]
+        self._free = [pads.acquire(_PURPOSE) for _ in range(_CHANNELS)]
         nbytes = _CHANNELS * node.size * SLOT_NBYTES
 
         def clear_and_allocate() -> Segment:
@@ -74,8 +74,8 @@ class MappedChannels(SharedMemory):
         return self.pointers[owner] + (channel * self._node.size + sender) * SLOT_NBYTES
 
     def _signal(self, pad: SignalPad, peer: int, stream: int) -> None:
-        self._backend.signal(pad.sent(peer), pad.inbox(owner=peer, sender=pad.own), stream)
+        self._backend.signal(pad.sent(peer), pad.remote_inbox(peer), stream)
 
     def _wait(self, pad: SignalPad, peer: int, stream: int) -> None:
         rank = self._node.ranks[peer]
-        self._backend.wait_signal(pad.expected(peer), pad.inbox(owner=pad.own, sender=peer), rank, stream)
+        self._backend.wait_signal(pad.expected(peer), pad.inbox(peer), rank, stream)

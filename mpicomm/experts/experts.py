@@ -36,7 +36,7 @@ from mpicomm.mpi.arguments import refuse_stream, require_same_device
 from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.types import name_of
 from mpicomm.sharing.segments import SharedMemory
-from mpicomm.windows.order import StreamUse
+from mpicomm.windows.access_order import AccessOrder
 
 _ID_TYPES = ("int64", "int32")
 
@@ -114,7 +114,7 @@ class Experts(AbstractContextManager["Experts"]):
         if not isinstance(session.backend, HostBackend):
             self._gpu = session.backend
             self._arena, self._launches = open_on_gpus(session, self._config, self._gpu)
-        self._streams = None if self._gpu is None else StreamUse(self._gpu)
+        self._streams = None if self._gpu is None else AccessOrder(self._gpu)
         self._host = HostExperts(session, self._config)
         self.closed = False
 

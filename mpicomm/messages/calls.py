@@ -209,7 +209,7 @@ class Messages:
         status = MPI.Status() if status is None else status
         searches_queue = bool(self.unexpected.queued)
         if searches_queue:
-            _require_envelope(self._comm, *envelope)  # otherwise MPI's Sendrecv does
+            _iprobe(self._comm, *envelope)  # raises MPI's errors, as MPI's Sendrecv does
         buffer = self._receive_buffer(received, replace=replace)
         # The copies of a received message do not wait for the copies of the sent message, which lies elsewhere. The
         # copy of a message in one piece takes less time than a side stream costs.
@@ -317,7 +317,7 @@ class Messages:
 
         Raises MPI's errors for a bad envelope before it sends.
         """
-        _require_envelope(self._comm, *envelope)
+        _iprobe(self._comm, *envelope)  # raises MPI's errors
         if received.captured:
             raise capture_error(received)
         if sent.on_device:
@@ -381,11 +381,6 @@ class Messages:
         if received.device is None or received.stream is None:
             return None
         return received.device.side_streams.mark(received.stream)
-
-
-def _require_envelope(comm: MPI.Intracomm, source: int, tag: int) -> None:
-    """Raise MPI's errors for a bad source or tag, before a call sends."""
-    _iprobe(comm, source, tag)
 
 
 def _sends_nothing(error: Exception) -> bool:

@@ -21,7 +21,7 @@ from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.reader import EndpointReader
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.mpi.host_calls import HostCopies, log_host_staging
+from mpicomm.mpi.host_calls import log_host_staging
 from mpicomm.mpi.requests import DeferredRequest, ProgressThread
 
 Send = Callable[..., Any]
@@ -186,20 +186,21 @@ class Outgoing:
 
     def _stage_eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
         """Return the host memory from which MPI sends a message. For a device array it is a copy. Blocking."""
-        device = sent.device
+        device, nbytes, rendezvous = sent.device, sent.nbytes, self._rendezvous
         if stream is None or device is None:
             return SendBuffer(sent.spec)
-        if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
-            return SendBuffer([_EMPTY, 0, MPI.BYTE])
+        if dest < 0 or not nbytes:  # MPI.PROC_NULL, or no rank, for which MPI raises
+            return SendBuffer([_EMPTY, 0, MPI.PACKED])
+        host = device.pinned(nbytes)
         if sent.is_flat:
-            host = device.pinned(sent.nbytes)
-            device.copy(host.ctypes.data, sent.pointer, sent.nbytes, stream)
+            device.copy(host.ctypes.data, sent.pointer, nbytes, stream)
             device.synchronize(stream)
-            return SendBuffer([host, sent.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
-        copies = HostCopies(device, stream)
-        spec = copies.stage(sent.spec, writable=False, name="buf", operand=sent.operand)
-        copies.wait()
-        return SendBuffer(spec, copies)
+        else:
+            if not rendezvous.has_begun:
+                rendezvous.begin(sent.operation)
+            rendezvous.load_packing(sent.elements)
+            rendezvous.pack_to_host(sent.elements, host.ctypes.data, stream)
+        return SendBuffer([host, nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
 
 
 def wait_for_copies(*endpoints: Endpoint) -> None:

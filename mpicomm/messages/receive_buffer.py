@@ -7,7 +7,6 @@ arrives, because the system provides no pages for memory that is not written.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,14 +15,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.devices.host import array_at
-from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.messages.unexpected import unpack
-from mpicomm.mpi.host_calls import HostCopies
 
 _byte = MPI.BYTE
 _memory_at = MPI.memory.fromaddress  # a third of the time of `ctypes.string_at`
@@ -187,24 +183,18 @@ class ReceiveBuffer:
         device.check()  # raises if the sender did not fill its outbox in time
 
     def _unpack(self, stream: int) -> None:
-        """Unpack elements of a derived datatype: by kernels into device memory, else by MPI."""
+        """Unpack elements of a derived datatype: by kernels into device memory, by MPI into host memory."""
         endpoint, staging, slot, nbytes = self.endpoint, self.staging, self.slot, self.nbytes
         rendezvous = self.rendezvous
         assert endpoint is not None and endpoint.operand is not None and staging is not None
-        if endpoint.on_device and rendezvous.expects_headers:
-            if slot is not None and nbytes == self.capacity:
-                rendezvous.unpack(slot, nbytes, endpoint.elements, stream)
-                return
-            with contextlib.suppress(OutboxFullError, HandleError):  # no room for the message
-                rendezvous.unpack_partial(nbytes, self._copy_to, endpoint.elements, stream)
-                return
-        if slot is not None:
-            self._pull_to_host(staging.pointer, stream)
-        operand, copies = endpoint.operand, HostCopies(rendezvous.device, stream)
-        buffer = copies.stage(operand.spec, writable=True, name=operand.name, operand=operand)
-        copies.wait()
-        unpack(staging.content[:nbytes], buffer)
-        copies.copy_back()
+        if not endpoint.on_device:
+            if slot is not None:
+                self._pull_to_host(staging.pointer, stream)
+            unpack(staging.content[:nbytes], endpoint.operand.spec)
+        elif slot is not None and nbytes == self.capacity:
+            rendezvous.unpack(slot, nbytes, endpoint.elements, stream)
+        else:
+            rendezvous.unpack_partial(nbytes, self._copy_to, endpoint.elements, stream)
 
 
 def receive_buffer(
@@ -219,7 +209,7 @@ def receive_buffer(
         return ReceiveBuffer("host", rendezvous, 0, 0, None, endpoint.spec, endpoint)
     if operand.derived is not None:
         capacity = operand.packed_nbytes
-        if capacity and rendezvous.expects_headers:
+        if capacity:
             rendezvous.load_packing(endpoint.elements)
         return ReceiveBuffer("derived", rendezvous, capacity, 0, acquire(capacity), None, endpoint)
     if operand.dtype is not None:

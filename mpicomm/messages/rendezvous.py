@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.process import release_before_finalize
 from mpicomm.collectives.packed import table_of_element
-from mpicomm.devices.base import MessageCopy
+from mpicomm.devices.base import GrowingScratch, MessageCopy
 from mpicomm.devices.cuda.types import GpuBackend, Segment
 from mpicomm.devices.handle import MemoryHandle, MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
@@ -91,6 +91,7 @@ class Rendezvous:
         self._peer_slots: dict[bytes, PeerSlot] = {}  # by the keys in their headers
         # The number of times that launches were enqueued, and then their graph.
         self._launches: dict[Hashable, int | Callable[[int], object]] = {}
+        self._spare_scratch: list[GrowingScratch] = []
         self._closed = False
 
     def device_for(self, operation: str) -> GpuBackend:
@@ -139,6 +140,9 @@ class Rendezvous:
         after MPI had matched the messages, both would wait for each other.
         """
         self.device.load_packing(table_of_element(elements.layout))
+        if not self.expects_headers:  # each message goes through scratch memory
+            with self._scratch(elements.layout.nbytes):
+                pass
 
     def fill(self, slot: OutboxSlot, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its slot."""
@@ -212,23 +216,32 @@ class Rendezvous:
         self._launches[key] = times if times < _CAPTURE_AT else self.device.graph_of(enqueue)
 
     def unpack_partial(self, nbytes: int, fill: Callable[[int, int], None], elements: Elements, stream: int) -> None:
-        """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
+        """Unpack ``nbytes`` bytes, which may be fewer than ``elements`` have, through scratch memory. Blocking.
 
-        ``fill`` enqueues the copy of the message to an address. Raises the errors of `reserve`.
+        ``fill`` enqueues the copy of the message to an address.
         """
         table, address = table_of_element(elements.layout), elements.address
-        slot = self.reserve(elements.layout.nbytes)
-        try:
-            if nbytes < slot.nbytes:  # the kernel unpacks all elements: elements without data keep their values
-                self.device.pack(table, address, slot.pointer, stream, unpacks=False)
-            fill(slot.pointer, stream)
-            self.device.pack(table, address, slot.pointer, stream, unpacks=True)
-        finally:
-            # This rank counts for sender and receiver, because the slot is its own. The counts follow all use of the
-            # slot in the same stream. They pair with the read of the counts in Outbox; without them the slot would be
-            # lost.
-            self._steps.announce(stream, ready=slot.ready, count=slot.pieces)
-            self._steps.release(stream, done=slot.done, count=slot.pieces)
+        with self._scratch(elements.layout.nbytes) as packed:
+            if nbytes < elements.layout.nbytes:  # the kernel unpacks all elements: those without data keep their values
+                self.device.pack(table, address, packed, stream, unpacks=False)
+            fill(packed, stream)
+            self.device.pack(table, address, packed, stream, unpacks=True)
+            self.device.synchronize(stream)
+
+    def pack_to_host(self, elements: Elements, host: int, stream: int) -> None:
+        """Pack elements into host memory at an address. Blocking."""
+        nbytes = elements.layout.nbytes
+        with self._scratch(nbytes) as packed:
+            self.device.pack(table_of_element(elements.layout), elements.address, packed, stream, unpacks=False)
+            self.device.copy(host, packed, nbytes, stream)
+            self.device.synchronize(stream)
+
+    @contextlib.contextmanager
+    def _scratch(self, nbytes: int) -> Iterator[int]:
+        """Give the address of device memory in a ``with`` block, at whose end no work uses it any more."""
+        scratch = self._spare_scratch.pop() if self._spare_scratch else GrowingScratch(self.device)
+        yield scratch.of(nbytes)
+        self._spare_scratch.append(scratch)  # not after an exception, when work may still use it
 
     def discard(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
         """Release the slot of a message that no rank copies, after the whole message is in the outbox.
@@ -297,7 +310,7 @@ class Rendezvous:
             self.has_begun = False
             self.outbox.close()
 
-    def give_back(self) -> None:
+    def reset(self) -> None:
         """Free the outbox, which the next call that needs it makes again. No peer may have opened it."""
         self.close_peers()
         self.close_own()

@@ -58,7 +58,7 @@ class Session(SetUp):
         suspension.save(memories, self.before_suspension, keep=keep)
         # From here on no call may use the memory, also if a step fails.
         self._suspension, self._is_unusable = suspension, True
-        suspension.give_back()
+        suspension.release()
 
     def resume(self) -> None:
         """Allocate device memory again: see ``Communicator.resume``. Collective, blocking."""
@@ -67,7 +67,7 @@ class Session(SetUp):
         if suspension is None:
             return
         self.require_intact("resume")
-        suspension.take_back()
+        suspension.restore()
         self._suspension, self._is_unusable = None, False
 
     def close(self) -> None:

@@ -114,8 +114,8 @@ def choose_handles(group: Group, placement: Placement, backend: Backend) -> Plac
     if node.rank == 0:
         kind, rejected = chosen[group.rank]
         reasons = "".join(f"; not {other}: {why}" for other, why in rejected.items())
-        say = logger.warning if kind == "staged" else logger.info
-        say("device %s, memory handles %s%s", backend.device, kind, reasons)
+        log = logger.warning if kind == "staged" else logger.info
+        log("device %s, memory handles %s%s", backend.device, kind, reasons)
     places = [
         replace(place, handle=kind, rejected=rejected)
         for place, (kind, rejected) in zip(placement.places, chosen, strict=True)

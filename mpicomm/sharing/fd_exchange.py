@@ -1,6 +1,6 @@
 """Pass file descriptors between processes of one node: abstract unix sockets and SCM_RIGHTS, no CUDA, no MPI.
 
-Every rank listens, tells the others its `address` over a channel that they trust (MPI), and then calls `swap`: each
+Every rank listens, tells the peers its `address` over a channel that they trust (MPI), and then calls `swap`: each
 rank sends each other rank all its descriptors, in messages of up to `MOST_FDS`. ``pidfd_getfd`` would need no socket,
 but containers often forbid it.
 
@@ -86,7 +86,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
     def swap(
         self, addresses: Sequence[Address], fds: Sequence[int], counts: Sequence[int], timeout_s: float
     ) -> dict[int, list[Descriptor]]:
-        """Send ``fds`` to every other rank, and return the others' descriptors by rank. Collective, blocking.
+        """Send ``fds`` to every other rank, and return the peers' descriptors by rank. Collective, blocking.
 
         ``addresses`` holds the `address` of every rank, and ``counts`` the number of descriptors of every rank. The
         caller still owns ``fds``. The returned descriptors are new, and the caller closes each. An error closes the
@@ -97,26 +97,26 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
             return {}
         assert self._listener is not None
         deadline = time.monotonic() + timeout_s
-        others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
-        due = {(rank, number): many for rank in others for number, many in enumerate(_messages(counts[rank]))}
+        peers = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
+        expected = {(rank, n): count for rank in peers for n, count in enumerate(_messages(counts[rank]))}
         try:
-            received = self._swap(self._listener, others, fds, due, deadline)
+            received = self._swap(self._listener, peers, fds, expected, deadline)
         except OSError as error:
             raise HandleError(f"cannot exchange descriptors: {error.strerror}{limit_hint(error.errno)}") from error
         finally:
             if self._strangers:  # one line, because strangers may come in a flood
                 logger.warning("the descriptor exchange dropped %d messages of strangers", self._strangers)
-        of_rank: dict[int, list[Descriptor]] = {rank: [] for rank in others}
-        for message in due:  # in the order of the descriptors
+        of_rank: dict[int, list[Descriptor]] = {rank: [] for rank in peers}
+        for message in expected:  # in the order of the descriptors
             of_rank[message[0]] += received[message]
         return of_rank
 
     def _swap(
         self,
         listener: socket.socket,
-        others: Mapping[int, Address],
+        peers: Mapping[int, Address],
         fds: Sequence[int],
-        due: Mapping[_Message, int],
+        expected: Mapping[_Message, int],
         deadline: float,
     ) -> dict[_Message, list[Descriptor]]:
         received: dict[_Message, list[Descriptor]] = {}
@@ -124,10 +124,10 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
             # All sends come first, so that no failure to receive keeps a peer waiting for this rank. A message stays in
             # the peer's queue with its descriptors, although this end closes before the peer reads it.
             numbers = range(len(_messages(len(fds))))
-            unsent = self._send({(rank, n): others[rank] for rank in others for n in numbers}, fds, sockets)
+            unsent = self._send({(rank, n): peers[rank] for rank in peers for n in numbers}, fds, sockets)
             selector = sockets.enter_context(selectors.DefaultSelector())
             selector.register(listener, selectors.EVENT_READ)
-            while unsent or len(received) < len(due):
+            while unsent or len(received) < len(expected):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0 and unsent:
                     ranks = sorted({rank for rank, _ in unsent})
@@ -136,7 +136,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
                     reason = f"{os.strerror(errno.ETOOMANYREFS)}{limit_hint(errno.ETOOMANYREFS)}"
                     raise HandleError(f"cannot send a descriptor to local ranks {ranks} in time: {reason}")
                 if remaining_s <= 0:
-                    missing = sorted({rank for rank, _ in set(due) - set(received)})
+                    missing = sorted({rank for rank, _ in set(expected) - set(received)})
                     raise HandleError(f"no descriptor came from local ranks {missing} in time")
                 for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
                     if key.data is None:
@@ -147,7 +147,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
                         continue
                     selector.unregister(key.data)
                     with key.data as connection:
-                        message = self._read(connection, others, due)
+                        message = self._read(connection, peers, expected)
                     if message is None:
                         self._strangers += 1
                         continue
@@ -158,7 +158,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
                         raise HandleError(f"local rank {rank} sent message {number} of its descriptors twice")
                     received[rank, number] = received_fds
                 # A full queue empties as its owner receives, and descriptors in flight land as all ranks receive. The
-                # others may wait for this rank in the same way, so this rank receives between its attempts to send.
+                # peers may wait for this rank in the same way, so this rank receives between its attempts to send.
                 unsent = self._send(unsent, fds, sockets)
             on_failure.pop_all()
         return received
@@ -207,7 +207,7 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
         return None
 
     def _read(
-        self, connection: socket.socket, others: Mapping[int, Address], due: Mapping[_Message, int]
+        self, connection: socket.socket, peers: Mapping[int, Address], expected: Mapping[_Message, int]
     ) -> tuple[_Message, list[Descriptor]] | None:
         """Return a message of a rank with its descriptors, which the caller closes, or None for one of a stranger.
 
@@ -217,26 +217,28 @@ class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
             content, fds, flags = _receive(connection)
         except OSError:
             return None
-        message = self._message(content, others, due)
-        if message is not None and len(fds) == due[message] and not flags & socket.MSG_CTRUNC:
+        message = self._message(content, peers, expected)
+        if message is not None and len(fds) == expected[message] and not flags & socket.MSG_CTRUNC:
             return message, fds
         for fd in fds:
             fd.close()
         if message is None:
             return None
-        rank, expected = message[0], due[message]
-        if flags & socket.MSG_CTRUNC and len(fds) < expected:
+        rank, count = message[0], expected[message]
+        if flags & socket.MSG_CTRUNC and len(fds) < count:
             # The kernel drops the descriptors that it cannot install, and sets nothing but this flag.
             raise HandleError(f"no room for the descriptors of local rank {rank}{limit_hint(errno.EMFILE)}")
-        raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of {expected}")
+        raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of {count}")
 
-    def _message(self, content: bytes, others: Mapping[int, Address], due: Mapping[_Message, int]) -> _Message | None:
+    def _message(
+        self, content: bytes, peers: Mapping[int, Address], expected: Mapping[_Message, int]
+    ) -> _Message | None:
         if len(content) != _HELLO.size:
             return None
         magic, sender, receiver, number, secret = _HELLO.unpack(content)
-        if magic != _MAGIC or receiver != self._rank or (sender, number) not in due:
+        if magic != _MAGIC or receiver != self._rank or (sender, number) not in expected:
             return None
-        return (sender, number) if hmac.compare_digest(secret, others[sender].secret) else None
+        return (sender, number) if hmac.compare_digest(secret, peers[sender].secret) else None
 
 
 def _messages(count: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Memory that the ranks of a node open for each other: allocate, export, exchange, open, and close again.
 
-Also the objects with such memory, which ranks release together, the pads of signals, and the addresses of arrays.
+Also the objects with such memory, which ranks release collectively, signal pads, and the addresses of symmetric arrays.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def share(
     segments = shared._segments
 
     def export() -> tuple[Hashable, Exported]:
-        mine = signature()
+        checked = signature()
         segments[node.rank] = segment = produce()
-        return mine, backend.export(segment)
+        return checked, backend.export(segment)
 
     def open_peer(index: int, parts: Exported) -> None:
         segments[index] = backend.open(parts)
@@ -222,24 +222,29 @@ class SignalPad(NamedTuple):
     """The counters of an array: for each rank of the node an inbox, the signals sent to it, and the waits for it.
 
     Only rank i writes inbox i of a peer's pad. Only the owner writes the other two. So no counter has two writers.
+    Ranks are indices in the node.
     """
 
     number: int
     bases: tuple[int, ...]
-    """The address of every rank's pad on this rank, by index in the node."""
-    own: int
+    """The address of every rank's pad on this rank."""
+    rank: int
 
-    def inbox(self, owner: int, sender: int) -> int:
-        """Address at which ``sender`` counts its signals to ``owner``."""
-        return self.bases[owner] + sender * _WORD_NBYTES
+    def inbox(self, peer: int) -> int:
+        """Address at which ``peer`` counts its signals to this rank."""
+        return self.bases[self.rank] + peer * _WORD_NBYTES
+
+    def remote_inbox(self, peer: int) -> int:
+        """Address in the pad of ``peer`` at which this rank counts its signals to it."""
+        return self.bases[peer] + self.rank * _WORD_NBYTES
 
     def sent(self, peer: int) -> int:
-        """Address at which this rank counts its signals to ``peer``."""
-        return self.bases[self.own] + (len(self.bases) + peer) * _WORD_NBYTES
+        """Address at which this rank keeps the number of its signals to ``peer``."""
+        return self.bases[self.rank] + (len(self.bases) + peer) * _WORD_NBYTES
 
     def expected(self, peer: int) -> int:
         """Address at which this rank counts its waits for ``peer``."""
-        return self.bases[self.own] + (2 * len(self.bases) + peer) * _WORD_NBYTES
+        return self.bases[self.rank] + (2 * len(self.bases) + peer) * _WORD_NBYTES
 
 
 class Shared(Protocol):
@@ -292,7 +297,7 @@ class SharedMemory:
 
 
 class SignalPads(SharedMemory):
-    """The pads of a communicator, cut from chunks. All ranks take and return them in the same order."""
+    """The pads of a communicator, cut from chunks. All ranks acquire and release them in the same order."""
 
     def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
         super().__init__("signal pads", kind)  # a segment is a chunk
@@ -303,7 +308,7 @@ class SignalPads(SharedMemory):
         self._stride = -(-pad_nbytes // _LINE_NBYTES) * _LINE_NBYTES
         self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
 
-    def take(self, what: str) -> SignalPad:
+    def acquire(self, what: str) -> SignalPad:
         """Return a pad, which the caller clears. Collective if it needs a new chunk, else local.
 
         ``what`` names the call in errors.
@@ -329,10 +334,10 @@ class SignalPads(SharedMemory):
 
     def clear(self, pad: SignalPad) -> None:
         """Set this rank's counters to zero; local. Peers may signal only after the next exchange with them."""
-        self._backend.zero(pad.bases[pad.own], self._stride)
+        self._backend.zero(pad.bases[pad.rank], self._stride)
 
-    def give_back(self, pad: SignalPad) -> None:
-        """Let `take` return the pad again; local. Every peer must have stopped using it."""
+    def release(self, pad: SignalPad) -> None:
+        """Let `acquire` return the pad again; local. Every peer must have stopped using it."""
         heapq.heappush(self._free, pad.number)
 
 

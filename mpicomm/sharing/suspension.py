@@ -1,12 +1,13 @@
-"""Suspension: the driver has the memory of a communicator for a while, and the addresses stay.
+"""Suspension: the memory of a communicator goes back to the driver for a while, and its addresses stay reserved.
 
 The order of its steps matters:
 
-1. All ranks finish their work. Else a peer could write bytes after this rank has saved them.
-2. All ranks copy the bytes that come back to the host.
+1. All ranks finish their work. Otherwise a peer could write bytes after this rank has saved them.
+2. All ranks save the bytes to the host that they restore later.
 3. All ranks unmap the memory of their peers, and then their own memory. The last mapping keeps memory alive, so a rank
    that returned earlier would not find the memory free.
-4. Each rank takes new memory, and fills it, before a peer can map it. Else it could wipe out a peer's first store.
+4. Each rank allocates new memory, and fills it, before a peer can map it. Otherwise it could overwrite a peer's first
+   store.
 5. All ranks map the memory of their peers. When that is done on all ranks, calls can go on.
 """
 
@@ -26,7 +27,7 @@ from mpicomm.sharing.segments import SharedSegments, reopen
 
 
 class Suspension:
-    """The memories of one communicator that are given back, with the bytes that come back to them.
+    """The memory of one communicator that is released, and the saved bytes that `restore` copies back.
 
     ``group`` has all ranks of the communicator, and ``kind`` is its handle kind. The collective methods raise the same
     error on all ranks.
@@ -41,13 +42,13 @@ class Suspension:
 
     @property
     def host_nbytes(self) -> int:
-        """The bytes that are on the host."""
+        """The saved bytes, in host memory."""
         return sum(self._saved[shared].nbytes for shared in self._open() if shared in self._saved)
 
     def save(self, memories: Callable[[], list[SharedSegments]], before: Callable[[], None], *, keep: bool) -> None:
-        """Finish the work of all ranks, and copy the bytes that come back. Collective, blocking.
+        """Finish the work of all ranks, and save the bytes that `restore` copies back. Collective, blocking.
 
-        ``memories`` returns what to give back, on all ranks in the same order. ``before`` runs between both steps. If
+        ``memories`` returns what to release, on all ranks in the same order. ``before`` runs between both steps. If
         this raises, the memory is as it was.
         """
 
@@ -76,18 +77,18 @@ class Suspension:
         require_same("suspend: keep", self._group.allgather("suspend: finish all work", finish_work))
         self._group.agree("suspend: save", save)
 
-    def give_back(self) -> None:
-        """Give the memory back, after `save`. Collective, blocking."""
+    def release(self) -> None:
+        """Release the memory, after `save`. Collective, blocking."""
         self._group.agree("suspend: unmap", self._unmap_peers)
-        self._group.agree("suspend: give back", self._unmap_own)
+        self._group.agree("suspend: release", self._unmap_own)
 
-    def take_back(self) -> None:
-        """Take new memory at the same addresses, with the bytes that come back. Collective, blocking.
+    def restore(self) -> None:
+        """Allocate new memory at the same addresses, and copy the saved bytes into it. Collective, blocking.
 
-        If this raises, the memory is given back as before, and another attempt may follow.
+        If this raises, the memory is released as before, and another attempt may follow.
         """
         try:
-            self._group.agree("resume: take memory", self._take)
+            self._group.agree("resume: allocate", self._allocate)
             # If the ranks of one node fail, the ranks of the others must not go on.
             self._group.agree("resume: on all nodes", self._map_peers)
         except Exception:
@@ -110,7 +111,7 @@ class Suspension:
             shared.virtual(shared.node.rank).suspend()
         self._backend.suspend()
 
-    def _take(self) -> None:
+    def _allocate(self) -> None:
         for shared in self._open():
             shared.virtual(shared.node.rank).resume()
             if shared.content is not None and shared.content.fill is not None:

@@ -116,7 +116,7 @@ class SymmetricArray:
         Raises `InvalidUsageError` for a rank outside the communicator or on another node.
         """
         index = self._node_index(rank)
-        if index == self._pad.own:
+        if index == self._pad.rank:
             return self._local
         if index not in self._peers:
             self._peers[index] = self._owner.backend.view(self._segments[index], self.shape, self.dtype)
@@ -181,9 +181,8 @@ class SymmetricArray:
         host, such as a `put`. Signals are counted, so several may be ahead of their waits.
         """
         index = self._node_index(peer)
-        backend = self._owner.backend
-        inbox = self._pad.inbox(owner=index, sender=self._pad.own)
-        backend.signal(self._pad.sent(index), inbox, backend.stream(stream, self._local))
+        backend, pad = self._owner.backend, self._pad
+        backend.signal(pad.sent(index), pad.remote_inbox(index), backend.stream(stream, self._local))
 
     def wait_signal(self, peer: int, *, stream: Any = None) -> None:
         """Wait for one `signal` of ``peer`` on this array. Local; blocking on the host, stream-ordered on a GPU.
@@ -192,13 +191,12 @@ class SymmetricArray:
         `CollectiveTimeoutError`, which names the peer. On a GPU the next call, or ``comm.check()``, raises it.
         """
         index = self._node_index(peer)
-        backend = self._owner.backend
-        inbox = self._pad.inbox(owner=self._pad.own, sender=index)
+        backend, pad = self._owner.backend, self._pad
         try:
-            backend.wait_signal(self._pad.expected(index), inbox, peer, backend.stream(stream, self._local))
+            backend.wait_signal(pad.expected(index), pad.inbox(index), peer, backend.stream(stream, self._local))
         except CollectiveTimeoutError as error:
-            said = f"{error}; rank {peer} must call signal on the same array, {self!r}"
-            raise CollectiveTimeoutError(said, ranks=error.ranks) from None
+            text = f"{error}; rank {peer} must call signal on the same array, {self!r}"
+            raise CollectiveTimeoutError(text, ranks=error.ranks) from None
 
     def close(self) -> None:
         """Free the memory, after a wait for this rank's device. Collective, blocking. A second call does nothing.
@@ -229,7 +227,7 @@ class SymmetricArray:
     def close_own(self) -> None:
         """Free this rank's part; local, the last step of a close, after every peer's `close_peers`."""
         self._segments.close_own()
-        self._owner.pads.give_back(self._pad)
+        self._owner.pads.release(self._pad)
 
     def _require_open(self, name: str) -> None:
         if self.closed:

@@ -159,16 +159,16 @@ def _array(
         return segment
 
     def share_in_node() -> SharedSegments:
-        pads.append(owner.pads.take(what))
+        pads.append(owner.pads.acquire(what))
         return share(owner.node, owner.backend, what, clear_and_provide, describe, sealed=sealed)
 
     try:
         segments = _share_on_all_nodes(owner, what, share_in_node, describe)
     except Exception:
-        # All ranks fail together, so all give back the pad, and have the same free pads afterwards. A rank that a
+        # All ranks fail together, so all release the pad, and have the same free pads afterwards. A rank that a
         # Ctrl-C takes out fails without the others. It must keep the pad, as its peers do.
         for pad in pads:
-            owner.pads.give_back(pad)
+            owner.pads.release(pad)
         raise
     if sealed:
         segments.content = SuspendedContent(view.nbytes, of_user=True)

@@ -1,4 +1,4 @@
-"""The arguments of one-sided calls: buffers of this rank, places in the parts of other ranks, and updates."""
+"""The arguments of one-sided calls: buffers of this rank, targets in the parts of other ranks, and updates."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _VALUES = (
 # These classes are not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
 @dataclass(slots=True, eq=False)
 class TypedElements:
-    """A number of elements of one type."""
+    """Elements of one type."""
 
     count: int
     extent: int
-    """The bytes from an element to the next."""
+    """The bytes from one element to the next."""
     dtype: np.dtype[Any] | None
     """The type of the basic elements; None for several types, or types that NumPy lacks."""
     layout: DatatypeLayout | None
-    """The layout of all elements; None if they are consecutive bytes."""
+    """The layout of all elements; None if they are contiguous."""
     datatype: MPI.Datatype | None = None
     """The derived datatype of an element."""
 
@@ -56,8 +56,8 @@ class TypedElements:
         return self.count * self.extent if self.layout is None else self.layout.nbytes
 
     @property
-    def ends(self) -> tuple[int, int]:
-        """The first byte of the elements, and the byte after the last, from their address on."""
+    def bounds(self) -> tuple[int, int]:
+        """The first byte of the elements, and the byte after the last, as offsets from their address."""
         return (0, self.nbytes) if self.layout is None else (self.layout.begin, self.layout.end)
 
 
@@ -80,7 +80,7 @@ class LocalBuffer:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """TypedElements in the part of ``rank``, at ``address`` on this rank."""
+    """Elements in the part of ``rank``, which this rank has mapped at ``address``."""
 
     rank: int
     address: int
@@ -104,7 +104,7 @@ def elements_of(spec: Any, name: str, *, only_type: bool = False) -> TypedElemen
     With ``only_type`` it may return fewer elements of the type.
     """
     if only_type and isinstance(spec, (list, tuple)) and spec and isinstance(spec[-1], (MPI.Datatype, str)):
-        return _of_type(spec[-1], 1, name)  # also of MPI.BOTTOM, which has addresses in its datatype
+        return _elements_of_type(spec[-1], 1, name)  # also of MPI.BOTTOM, which has addresses in its datatype
     return _elements_of(parse(spec, writable=False, name=name))
 
 
@@ -126,46 +126,46 @@ def derived(datatype: MPI.Datatype, count: int, layout: DatatypeLayout) -> Typed
 
 
 def read_target(
-    spec: Any, rank: int, memory: WindowMemory, like: LocalBuffer, what: str, *, pairs: bool = False
+    spec: Any, rank: int, memory: WindowMemory, local: LocalBuffer, what: str, *, pairs: bool = False
 ) -> Target:
     """Read the argument ``target`` of the call ``what``: None, a displacement, or (displacement, count, datatype).
 
-    Local. Missing items are the items of ``like``, a buffer of this rank. Raises `InvalidUsageError` for elements
-    outside the part of ``rank``, and for other bytes than the bytes of ``like``. With ``pairs`` the elements may be
-    pairs, as those of ``like``.
+    Local. Missing items are those of ``local``, the buffer of this rank. Raises `InvalidUsageError` for elements
+    outside the part of ``rank``, and if the target has more or fewer bytes than ``local``. With ``pairs`` the elements
+    may be pairs, as those of ``local``.
     """
-    disp, elements = target_elements(spec, like.elements, what)
+    disp, elements = target_elements(spec, local.elements, what)
     if pairs:
         elements = as_pairs(elements)
-    address = memory.locate(rank, disp, elements.ends, what)
-    if elements.nbytes != like.nbytes:
+    address = memory.locate(rank, disp, elements.bounds, what)
+    if elements.nbytes != local.nbytes:
         raise RefusedByMpiError(
-            f"{what}: target has {elements.nbytes} bytes, and {like.name} has {like.nbytes}: pass as many elements of "
-            "the same types",
-            MPI.ERR_TRUNCATE if elements.nbytes > like.nbytes else MPI.ERR_COUNT,
+            f"{what}: target has {elements.nbytes} bytes, and {local.name} has {local.nbytes}: pass as many elements "
+            "of the same types",
+            MPI.ERR_TRUNCATE if elements.nbytes > local.nbytes else MPI.ERR_COUNT,
         )
     return Target(rank, address, elements)
 
 
-def target_elements(spec: Any, like: TypedElements, what: str) -> tuple[int, TypedElements]:
-    """Return the displacement and the elements that the argument ``target`` names. Missing items are those of ``like``.
+def target_elements(spec: Any, default: TypedElements, what: str) -> tuple[int, TypedElements]:
+    """Return the displacement and the elements of the argument ``target``. Missing items are those of ``default``.
 
     Local. Raises as `read_target`.
     """
-    disp, count, datatype = items_of(spec)
+    disp, count, datatype = parse_target(spec)
     disp = index_of(disp, "displacement", "target")
-    count = like.count if count is None else index_of(count, "count", "target")
+    count = default.count if count is None else index_of(count, "count", "target")
     if count < 0:
         raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-    if datatype is None and like.layout is None:
-        return disp, TypedElements(count, like.extent, like.dtype, None)
-    if datatype is not None or count != like.count:
-        return disp, _of_type(like.datatype if datatype is None else datatype, count, "target")
-    return disp, like
+    if datatype is None and default.layout is None:
+        return disp, TypedElements(count, default.extent, default.dtype, None)
+    if datatype is not None or count != default.count:
+        return disp, _elements_of_type(default.datatype if datatype is None else datatype, count, "target")
+    return disp, default
 
 
-def items_of(spec: Any) -> tuple[Any, Any, Any]:
-    """Return the displacement, the count and the datatype of the argument ``target``; None for a missing one."""
+def parse_target(spec: Any) -> tuple[Any, Any, Any]:
+    """Return the displacement, the count and the datatype of the argument ``target``; None for a missing item."""
     if isinstance(spec, (list, tuple)):
         if len(spec) > 3:
             raise InvalidUsageError(f"target has {len(spec)} items: pass at most 3, (displacement, count, datatype)")
@@ -174,7 +174,7 @@ def items_of(spec: Any) -> tuple[Any, Any, Any]:
     return 0 if spec is None else spec, None, None
 
 
-def _of_type(datatype: Any, count: int, name: str) -> TypedElements:
+def _elements_of_type(datatype: Any, count: int, name: str) -> TypedElements:
     dtype, mpi_type = datatype_of(datatype, name)
     if dtype is not None:
         return TypedElements(count, dtype.itemsize, dtype, None)
@@ -184,7 +184,7 @@ def _of_type(datatype: Any, count: int, name: str) -> TypedElements:
     return derived(mpi_type, count, found.layout)
 
 
-def _dtype(datatype: MPI.Datatype, value: str) -> np.dtype[Any]:
+def _pair_dtype(datatype: MPI.Datatype, value: str) -> np.dtype[Any]:
     extent = datatype.Get_extent()[1]
     index_at = datatype.Get_true_extent()[1] - np.dtype("i4").itemsize
     names, formats, offsets = ["value", "index"], [value, "i4"], [0, index_at]
@@ -194,11 +194,11 @@ def _dtype(datatype: MPI.Datatype, value: str) -> np.dtype[Any]:
 @lru_cache
 def kernel_types() -> dict[np.dtype[Any], str]:
     """Return the names of the types of pairs in accumulate.cu. Not at import: MPI need not be initialised then."""
-    return {_dtype(datatype, value): f"pair_{value}" for datatype, value in _VALUES}
+    return {_pair_dtype(datatype, value): f"pair_{value}" for datatype, value in _VALUES}
 
 
 def as_pairs(elements: TypedElements) -> TypedElements:
-    """Return elements of a datatype of pairs as whole pairs; all other elements as they are.
+    """Return elements of a datatype of pairs as whole pairs, and all other elements unchanged.
 
     MPI packs the gap out of a pair with a gap. An atomic update takes the word with the gap.
     """
@@ -220,7 +220,7 @@ def as_pairs(elements: TypedElements) -> TypedElements:
 def _with_whole_pairs(datatype: MPI.Datatype) -> DatatypeLayout | None:
     """Return the layout of a datatype, with the gaps in its pairs; None for DATATYPE_NULL."""
     if datatype.is_predefined:
-        dtype = next((_dtype(pair, value) for pair, value in _VALUES if pair == datatype), None)
+        dtype = next((_pair_dtype(pair, value) for pair, value in _VALUES if pair == datatype), None)
         if dtype is None:
             return layout_from_mpi(datatype)
         return DatatypeLayout((Region(0, (), dtype.itemsize),), dtype.itemsize, dtype)
@@ -232,7 +232,7 @@ class Update:
     """Replaces each element by ``op`` of the element and a contribution."""
 
     op: str
-    """A word of kernels.reductions or kernels.window, or an expression of the user."""
+    """A name of kernels.reductions or kernels.window, or an expression of the user."""
     dtype: np.dtype[Any]
 
     @property
@@ -242,7 +242,7 @@ class Update:
         return named
 
 
-def name_of(op: MPI.Op, what: str) -> str:
+def operation_name(op: MPI.Op, what: str) -> str:
     """Return the name of an operation. Raises for an operation that accumulates do not have. Local."""
     if isinstance(op, MPI.Op) and op.handle in _MOVING_OR_LOCATING:
         return _MOVING_OR_LOCATING[op.handle]
@@ -276,7 +276,7 @@ def update_of(name: str, elements: TypedElements, what: str) -> Update:
     return Update(name, np.dtype(np.uint8) if dtype == types.BYTE else dtype)
 
 
-def require_alike(elements: TypedElements, local: LocalBuffer, what: str) -> None:
+def require_same_type(elements: TypedElements, local: LocalBuffer, what: str) -> None:
     """Raise unless a buffer has elements of the type of the target."""
     if local.elements.dtype != elements.dtype:
         raise RefusedByMpiError(
@@ -286,7 +286,7 @@ def require_alike(elements: TypedElements, local: LocalBuffer, what: str) -> Non
         )
 
 
-def require_one(local: LocalBuffer, what: str) -> None:
+def require_single_element(local: LocalBuffer, what: str) -> None:
     """Raise unless a buffer is one element of a basic type."""
     elements = local.elements
     if elements.layout is not None or elements.count != 1:
@@ -295,13 +295,13 @@ def require_one(local: LocalBuffer, what: str) -> None:
 
 
 def is_aligned(layout: DatatypeLayout | None, nbytes: int) -> bool:
-    """Return whether all elements of ``nbytes`` bytes lie at multiples of their size from the address of a layout."""
+    """Return whether all elements of ``nbytes`` bytes lie at multiples of their size from the begin of a layout."""
     if layout is None:
         return True
     for region in layout.regions:
-        places = [region.offset, region.run_nbytes]
+        offsets = [region.offset, region.run_nbytes]
         for loop in region.loops:
-            places += loop.listed().tolist() if loop.places else [loop.stride]
-        if any(place % nbytes for place in places):
+            offsets += loop.listed().tolist() if loop.places else [loop.stride]
+        if any(offset % nbytes for offset in offsets):
             return False
     return True

@@ -61,22 +61,22 @@ class WindowMemory(SharedMemory):
         return self.owner.backend.view(self._segments[0][rank], (self.parts[rank].nbytes,), BYTES)
 
     @property
-    def own_board(self) -> Segment:
+    def local_board(self) -> Segment:
         """The board of this rank."""
         return self._segments[1].own
 
-    def locate(self, rank: int, disp: int, ends: tuple[int, int], what: str) -> int:
+    def locate(self, rank: int, disp: int, bounds: tuple[int, int], what: str) -> int:
         """Return the address on this rank of the displacement ``disp`` in the part of ``rank``. Local.
 
-        ``ends`` are the ends of the elements there, in bytes from the displacement. Raises `RefusedByMpiError` for
+        ``bounds`` are the ends of the elements there, in bytes from the displacement. Raises `RefusedByMpiError` for
         elements outside of the part.
         """
-        return self.pointers[rank] + require_inside(what, self.parts[rank], rank, disp, ends)
+        return self.pointers[rank] + require_inside(what, self.parts[rank], rank, disp, bounds)
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's part, unless the caller owns it, and of the board; local."""
         own = self.parts[self.owner.node.rank].nbytes if self._allocated else 0
-        return (MemoryUse.of_kind("windows", self.owner.kind, own + self.own_board.nbytes),)
+        return (MemoryUse.of_kind("windows", self.owner.kind, own + self.local_board.nbytes),)
 
     def memories(self) -> Iterable[SharedSegments]:
         return self._segments[::-1] if self._allocated else self._segments[1:]
@@ -87,15 +87,15 @@ class WindowMemory(SharedMemory):
         super().close_peers()
 
 
-def require_inside(what: str, part: Part, rank: int, disp: int, ends: tuple[int, int]) -> int:
+def require_inside(what: str, part: Part, rank: int, disp: int, bounds: tuple[int, int]) -> int:
     """Return the byte of the part of ``rank`` at a displacement. Raise `RefusedByMpiError` for elements outside of it.
 
-    ``ends`` are the ends of the elements, in bytes from the displacement.
+    ``bounds`` are the ends of the elements, in bytes from the displacement.
     """
     if disp < 0:
         raise RefusedByMpiError(f"{what}: target: displacement {disp} is negative: pass 0 or more", MPI.ERR_DISP)
     start = disp * part.disp_unit
-    begin, end = start + ends[0], start + ends[1]
+    begin, end = start + bounds[0], start + bounds[1]
     if begin != end and (begin < 0 or end > part.nbytes):
         raise RefusedByMpiError(
             f"{what}: target: displacement {disp} reaches from byte {begin} to byte {end} of the window on rank "
@@ -106,7 +106,7 @@ def require_inside(what: str, part: Part, rank: int, disp: int, ends: tuple[int,
 
 
 def require_one_node(owner: Session, what: str) -> None:
-    """Raise `InvalidUsageError` unless all ranks map each other's memory. It raises on all ranks alike. Local."""
+    """Raise `InvalidUsageError` unless all ranks map each other's memory. All ranks raise, or none does. Local."""
     if owner.node is not owner.group:
         raise InvalidUsageError(
             f"{what}: the communicator has ranks of {len(owner.placement.nodes)} nodes, and memory of a device is open "
@@ -132,7 +132,7 @@ def checked_part(nbytes: Any, disp_unit: Any, what: str) -> Part:
     return part
 
 
-def adopted(owner: Session, array: Any) -> tuple[int, Provider]:
+def adopt_memory(owner: Session, array: Any) -> tuple[int, Provider]:
     """Return the bytes of an array of the caller, and a provider of its memory. Raises for unusable memory. Local."""
     backend = owner.backend
     view = backend.asarray(array, "memory")
@@ -182,7 +182,7 @@ def share_boards(owner: Session, what: str) -> SharedSegments:
     return boards
 
 
-class Attached(NamedTuple):
+class AttachedMemory(NamedTuple):
     """Memory that a rank has attached. ``number`` tells it from earlier memory in the same ``slot``."""
 
     slot: int
@@ -245,9 +245,9 @@ class Directory(SharedMemory):
                 return
         raise InvalidUsageError(f"Win.Detach: no memory is attached at address {address:#x}")
 
-    def of(self, rank: int) -> list[Attached]:
+    def of(self, rank: int) -> list[AttachedMemory]:
         """Return all memory that a rank has attached."""
-        found, entries = [], self._entries[rank]
+        attached, entries = [], self._entries[rank]
         numbers = entries["number"]
         for slot in np.flatnonzero(numbers).tolist():
             number = int(numbers[slot])
@@ -255,8 +255,8 @@ class Directory(SharedMemory):
             _, *content = entries[slot].item()
             fence()
             if number and numbers[slot] == number:
-                found.append(Attached(slot, number, *content))
-        return found
+                attached.append(AttachedMemory(slot, number, *content))
+        return attached
 
 
 class DynamicMemory(WindowMemory):
@@ -304,9 +304,9 @@ class DynamicMemory(WindowMemory):
         self._directory.remove(address)
         self._attached.pop(address).close()
 
-    def locate(self, rank: int, disp: int, ends: tuple[int, int], what: str) -> int:
+    def locate(self, rank: int, disp: int, bounds: tuple[int, int], what: str) -> int:
         """Return the address on this rank of the address ``disp`` of ``rank``; see `WindowMemory.locate`."""
-        begin, end = (disp + each for each in ends)
+        begin, end = (disp + each for each in bounds)
         attached = self._directory.of(rank)
         found = next((each for each in attached if each.address <= begin and end <= each.address + each.nbytes), None)
         if found is None:
@@ -319,7 +319,7 @@ class DynamicMemory(WindowMemory):
             return disp
         return self._mapped(rank, found).pointer + disp - found.address
 
-    def _mapped(self, rank: int, found: Attached) -> Segment:
+    def _mapped(self, rank: int, found: AttachedMemory) -> Segment:
         number, segment = self._opened.get((rank, found.slot), (0, None))
         if segment is None or number != found.number:
             if segment is not None:

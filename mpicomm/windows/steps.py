@@ -1,4 +1,4 @@
-"""Steps: the kernels of windows, and scratch memory for buffers of this rank that kernels cannot access as they lie."""
+"""Steps: launches the kernels of windows, with scratch memory for local buffers that kernels cannot access directly."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mpicomm.mpi.types import is_covered
 from mpicomm.windows.buffers import LocalBuffer, Target, Update, is_aligned
 
 _BYTE = np.dtype(np.uint8)
-_TIMES = 8
-"""A launch that a program has made so many times, one after the other, is made ready for more."""
+_CAPTURE_AT = 8
+"""A launch that a program has made so many times in a row gets a graph."""
 
 
 class RunUpdate:
@@ -42,9 +42,9 @@ class RunUpdate:
         self._enqueue = backend.launcher(self._kernel, self._arguments)
         self._multiprocessors = backend.multiprocessors
         self._lock = threading.Lock()  # threads may call a window at once
-        self._last = self._repeated = (0, 0, 0, 0)  # the arguments of the last launch, and of the launch that repeats
-        self._times = 0  # the number of such launches, one after the other
-        self._repeat: Callable[[int], None] | None = None
+        self._last = self._captured = (0, 0, 0, 0)  # the arguments of the last launch, and of the launch in the graph
+        self._times = 0  # the number of launches in a row with the last arguments
+        self._graph: Callable[[int], None] | None = None
 
     def __call__(self, target: int, values: int, result: int, nbytes: int, stream: int, captures: bool = False) -> None:
         """Enqueue the kernel. ``values`` and ``result`` are addresses; 0 for none.
@@ -53,8 +53,8 @@ class RunUpdate:
         """
         update = target, values, result, nbytes
         with self._lock:
-            if update == self._repeated and self._repeat is not None and not captures:
-                self._repeat(stream)
+            if update == self._captured and self._graph is not None and not captures:
+                self._graph(stream)
                 return
             self._walk.memory, self._walk.packed, self._arguments.result = target, values, result
             self._run.run_nbytes = nbytes
@@ -62,13 +62,11 @@ class RunUpdate:
             if update != self._last:
                 self._last, self._times = update, 0
             self._times += 1
-            if self._times >= _TIMES and not captures:  # for example a counter from which a program draws
+            if self._times >= _CAPTURE_AT and not captures:  # for example a counter from which a program draws
                 arguments = type(self._arguments).from_buffer_copy(self._arguments)
                 launch = partial(self._backend.launch, self._kernel, arguments)
-                self._repeat = self._backend.graph_of(
-                    partial(launch, blocks=blocks, threads=kernels.ACCUMULATE_THREADS)
-                )
-                self._repeated = update
+                self._graph = self._backend.graph_of(partial(launch, blocks=blocks, threads=kernels.ACCUMULATE_THREADS))
+                self._captured = update
             self._enqueue(stream, blocks, kernels.ACCUMULATE_THREADS)
 
 
@@ -76,31 +74,31 @@ FENCES, POSTS, COMPLETES = (0, kernels.FENCE), (1, kernels.START), (2, kernels.W
 """The counts on the boards: each a kind, and the operation that a fault record names for a wait."""
 
 
-def ranks_in(ranks: int) -> Iterator[int]:
-    """Yield the ranks of a set, in their order. The set is a number: bit r stands for rank r."""
-    for rank in range(ranks.bit_length()):
-        if ranks >> rank & 1:
+def ranks_in(mask: int) -> Iterator[int]:
+    """Yield the ranks of a bit mask, in their order: bit r stands for rank r."""
+    for rank in range(mask.bit_length()):
+        if mask >> rank & 1:
             yield rank
 
 
 class Steps:
-    """The parts of one-sided calls that kernels of this rank's GPU carry out, in the order of a stream.
+    """The steps of one-sided calls that this rank's GPU carries out, in the order of a stream.
 
-    A set of ranks is a number: see `ranks_in`. Construction loads the kernels that wait, before a kernel can spin.
+    Sets of ranks are bit masks: see `ranks_in`. Construction loads the kernels that wait, before a kernel can spin.
     """
 
     def __init__(self, backend: GpuBackend, boards: list[int], rank: int) -> None:
         self._backend = backend
         self._rank = rank
         self._boards = boards
-        self._scratch: dict[tuple[int, int], GrowingScratch] = {}  # by stream and number
+        self._scratch: dict[tuple[int, int], GrowingScratch] = {}  # by stream and index
         self.copy = backend.copy
         faults = backend.faults
         self._table = backend.pointer_table(list(boards))
         limits = backend.timeout_ns, faults.record, faults.failed
         self._arguments = kernels.SynchronisationArguments(int(self._table.data.ptr), 0, 0, *limits, rank)
         self._threads = threading.Lock()  # threads may call a window at once
-        self._meet = backend.launcher(kernels.SYNCHRONISE_KERNEL, self._arguments)
+        self._signal_and_wait = backend.launcher(kernels.SYNCHRONISE_KERNEL, self._arguments)
         self._lock = backend.launcher(kernels.LOCK_KERNEL, self._arguments)
         self.run_update = cache(partial(RunUpdate, backend))
         """Returns the launches that update consecutive elements. The first call loads their kernel."""
@@ -109,28 +107,28 @@ class Steps:
         """Pack elements, which lie from ``memory`` on, to ``packed``; with ``unpacks`` move them back."""
         self._backend.pack(table_of_element(layout), memory, packed, stream, unpacks=unpacks)
 
-    def place(self, local: LocalBuffer, stream: int, itemsize: int = 1, number: int = 0) -> int:
-        """Return where kernels access the elements of a buffer, one after the other, in memory of the device.
+    def device_address(self, local: LocalBuffer, stream: int, itemsize: int = 1, index: int = 0) -> int:
+        """Return the address in device memory at which kernels access the packed elements of a buffer.
 
-        That is where they lie, or scratch memory ``number``, which is valid for the next steps on the stream. A
-        captured graph gets separate memory, because it may run beside the stream.
+        That is the buffer itself, or scratch memory ``index``, which is valid for the next steps on the stream. A
+        captured graph gets separate memory, because it may run concurrently with the stream.
         """
         if local.on_device and local.elements.layout is None and local.pointer % itemsize == 0:
             return local.pointer
         if self._backend.is_capturing(stream):
             return self._backend.scratch(local.nbytes)
-        return self._scratch.setdefault((stream, number), GrowingScratch(self._backend)).of(max(local.nbytes, 1))
+        return self._scratch.setdefault((stream, index), GrowingScratch(self._backend)).of(max(local.nbytes, 1))
 
-    def meet(self, count: tuple[int, int], signals: int, waits: int, stream: int) -> None:
+    def signal_and_wait(self, count: tuple[int, int], signals: int, waits: int, stream: int) -> None:
         """Signal ranks, after all earlier work of the stream, and then wait for ranks."""
         if signals or waits:
             x = self._arguments
             with self._threads:
                 (x.kind, x.operation), x.signals, x.waits = count, signals, waits
-                self._meet(stream, 1, kernels.WINDOW_THREADS)
+                self._signal_and_wait(stream, 1, kernels.WINDOW_THREADS)
 
-    def arrived(self, count: tuple[int, int], ranks: int) -> bool:
-        """Return whether `meet` would wait for none of these ranks now. It blocks for some microseconds."""
+    def have_signalled(self, count: tuple[int, int], ranks: int) -> bool:
+        """Return whether `signal_and_wait` would wait for none of these ranks now. It blocks for some microseconds."""
         backend = self._backend
         row_nbytes = kernels.ROW_WORDS * kernels.WORD_NBYTES
         rows = backend.pinned(kernels.ROWS_OF_COUNTS * row_nbytes)
@@ -144,14 +142,14 @@ class Steps:
         inbox, _, expected = rows.view(np.int64).reshape(kernels.ROWS_OF_COUNTS, kernels.ROW_WORDS)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
-    def lock(self, gives: int, takes: int, stream: int, *, exclusive: bool, yields: bool = False) -> None:
-        """Give up the locks of ranks, after all earlier work of the stream, and take those of other ranks.
+    def lock(self, releases: int, acquires: int, stream: int, *, exclusive: bool, yields: bool = False) -> None:
+        """Release the locks of ranks, after all earlier work of the stream, and acquire those of other ranks.
 
-        ``yields`` lets exclusive locks pass first for which ranks wait.
+        ``yields`` lets waiting exclusive locks pass first.
         """
         x = self._arguments
         with self._threads:
-            x.operation, x.signals, x.waits, x.exclusive, x.yields = kernels.LOCK, gives, takes, exclusive, yields
+            x.operation, x.signals, x.waits, x.exclusive, x.yields = kernels.LOCK, releases, acquires, exclusive, yields
             self._lock(stream, 1, kernels.WINDOW_THREADS)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
@@ -197,35 +195,35 @@ class Steps:
         swap = kernels.SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
         self._backend.launch(kernels.swap_kernel(target.elements.nbytes), swap, stream, blocks=1, threads=1)
 
-    def pack(self, local: LocalBuffer, place: int, stream: int) -> None:
-        """Copy the elements of a buffer, one after the other, to memory of the device, unless they lie there."""
+    def pack(self, local: LocalBuffer, address: int, stream: int) -> None:
+        """Copy the packed elements of a buffer to an address on the device, unless they lie there."""
         layout, backend = local.elements.layout, self._backend
         if layout is None:
-            if place != local.pointer:
-                backend.copy(place, local.pointer, local.nbytes, stream)
+            if address != local.pointer:
+                backend.copy(address, local.pointer, local.nbytes, stream)
         elif local.on_device:
-            self.move(layout, local.pointer, place, stream)
+            self.move(layout, local.pointer, address, stream)
         else:
             self._require_no_capture(local, stream)
             # CUDA reads pageable memory before the call returns, so the staging memory may go afterwards.
             staging = np.empty(local.nbytes, np.uint8)
             pack_on_host(layout, local.pointer, staging.ctypes.data)
-            backend.copy(place, staging.ctypes.data, local.nbytes, stream)
+            backend.copy(address, staging.ctypes.data, local.nbytes, stream)
 
-    def unpack(self, local: LocalBuffer, place: int, stream: int) -> None:
+    def unpack(self, local: LocalBuffer, address: int, stream: int) -> None:
         """Do the reverse of `pack`. Blocking for host memory."""
         layout, backend = local.elements.layout, self._backend
         if not local.on_device:
             self._require_no_capture(local, stream)
             staging = None if layout is None else np.empty(local.nbytes, np.uint8)
-            backend.copy(local.pointer if staging is None else staging.ctypes.data, place, local.nbytes, stream)
+            backend.copy(local.pointer if staging is None else staging.ctypes.data, address, local.nbytes, stream)
             backend.synchronize(stream)
             if layout is not None and staging is not None:
                 pack_on_host(layout, local.pointer, staging.ctypes.data, unpacks=True)
         elif layout is not None:
-            self.move(layout, local.pointer, place, stream, unpacks=True)
-        elif place != local.pointer:
-            backend.copy(local.pointer, place, local.nbytes, stream)
+            self.move(layout, local.pointer, address, stream, unpacks=True)
+        elif address != local.pointer:
+            backend.copy(local.pointer, address, local.nbytes, stream)
 
     def _require_no_capture(self, local: LocalBuffer, stream: int) -> None:
         if self._backend.is_capturing(stream):
@@ -240,18 +238,18 @@ def pack_on_host(layout: DatatypeLayout, memory: int, packed: int, *, unpacks: b
 
     MPI's Pack would leave out the gaps in pairs of a value and an index, which updates of whole pairs need.
     """
-    touched = array_at(memory + layout.begin, layout.end - layout.begin, _BYTE)
-    places, in_turn = _places_of(layout), array_at(packed, layout.nbytes, _BYTE)
+    elements = array_at(memory + layout.begin, layout.end - layout.begin, _BYTE)
+    offsets, in_order = _packed_offsets(layout), array_at(packed, layout.nbytes, _BYTE)
     if unpacks:
-        touched[places] = in_turn
+        elements[offsets] = in_order
     else:
-        in_turn[:] = touched[places]
+        in_order[:] = elements[offsets]
 
 
-@lru_cache(maxsize=16)  # a place takes eight bytes
-def _places_of(layout: DatatypeLayout) -> npt.NDArray[np.int64]:
-    """Return the place of each packed byte, in bytes from the first byte that the elements touch."""
-    places = np.empty(layout.nbytes, np.int64)
+@lru_cache(maxsize=16)  # an offset takes eight bytes
+def _packed_offsets(layout: DatatypeLayout) -> npt.NDArray[np.int64]:
+    """Return the offset of each packed byte from the first byte of the elements."""
+    offsets = np.empty(layout.nbytes, np.int64)
     for region in layout.regions:
         begins: Any = np.array([region.offset - layout.begin])
         packed: Any = np.array([region.packed])
@@ -261,5 +259,5 @@ def _places_of(layout: DatatypeLayout) -> npt.NDArray[np.int64]:
             begins = (begins[:, None] + steps).ravel()
             packed = (packed[:, None] + rounds * loop.packed).ravel()
         run = np.arange(region.run_nbytes)
-        places[(packed[:, None] + run).ravel()] = (begins[:, None] + run).ravel()
-    return places
+        offsets[(packed[:, None] + run).ravel()] = (begins[:, None] + run).ravel()
+    return offsets

@@ -15,8 +15,8 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
+from mpicomm.windows.access_order import AccessOrder
 from mpicomm.windows.memory import WindowMemory
-from mpicomm.windows.order import StreamUse
 from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in
 
 _ASSERTIONS = {
@@ -40,11 +40,11 @@ class Synchronisation:
         self._fence_used = False
         """Whether this rank has accessed memory since the last fence."""
         self._targets: int | None = None
-        """The targets of `Start`. A set of ranks is a number: bit r stands for rank r."""
+        """The targets of `Start`. Sets of ranks are bit masks: see `ranks_in`."""
         self._posted: int | None = None
         """The origins of `Post`."""
         self._locked: dict[int, int] = {}
-        """The types of the locks that this rank holds or awaits, by rank."""
+        """The types of the locks that this rank holds or waits for, by rank."""
         self._locked_all = False
         assert not isinstance(owner.backend, HostBackend)
         self._backend: GpuBackend = owner.backend
@@ -54,16 +54,16 @@ class Synchronisation:
         self._is_waited: Callable[[], bool] = lambda: True
         self._without_atomics: dict[int, str] | None = None
         self._steps = Steps(self._backend, memory.boards, self._rank)
-        self._streams = StreamUse(self._backend)
+        self._order = AccessOrder(self._backend)
         self._row = memory.row
-        self._is_torn = False
+        self._is_interrupted = False
 
     def _require_usable(self, what: str) -> None:
         """Raise if the window or its communicator was freed, or if an earlier error broke the communicator."""
         if self._memory.closed:
             raise RefusedByMpiError(f"{what}: the window was freed: create another", MPI.ERR_WIN)
         self._owner.require_usable(what)
-        if self._is_torn:
+        if self._is_interrupted:
             raise InvalidUsageError(
                 f"{what}: an exception, such as one of a signal handler, has ended a synchronisation of this window "
                 "halfway, so other ranks may wait for it: free the communicator, and create both again"
@@ -72,50 +72,50 @@ class Synchronisation:
     def Fence(self, assertion: int = 0, *, stream: Any = None) -> None:
         """End an epoch of all ranks, and begin the next. Collective. It holds the stream, not the host."""
         self._check("Win.Fence", assertion)
-        with self._synchronising(stream) as where:
-            self._require_no("Win.Fence", "Start", "Post", "Lock")
+        with self._synchronising(stream) as resolved:
+            self._require_no_epoch("Win.Fence", "Start", "Post", "Lock")
             self._fence_open, self._fence_used = not assertion & MPI.MODE_NOSUCCEED, False
             self._row.log(0).post("Win.Fence")
             others = self._everyone & ~(1 << self._rank)
-            self._steps.meet(FENCES, others, others, where)
+            self._steps.signal_and_wait(FENCES, others, others, resolved)
 
     def Post(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
         """Let the ranks of ``group`` access this rank's part, after all earlier work of the stream."""
         self._check("Win.Post", assertion)
-        origins = self._ranks_of(group, "Win.Post")
-        with self._synchronising(stream) as where:
+        origins = self._rank_mask(group, "Win.Post")
+        with self._synchronising(stream) as resolved:
             self._end_fence("Win.Post", "Post")
             self._posted = origins
             self._row.count(layout.POSTED, origins)
-            self._steps.meet(POSTS, origins, 0, where)
+            self._steps.signal_and_wait(POSTS, origins, 0, resolved)
 
     def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of the ranks of ``group``. The stream waits for their `Post`."""
         self._check("Win.Start", assertion)
-        targets = self._ranks_of(group, "Win.Start")
-        with self._synchronising(stream) as where:
+        targets = self._rank_mask(group, "Win.Start")
+        with self._synchronising(stream) as resolved:
             self._end_fence("Win.Start", "Start", "Lock")
             self._targets = targets
-            self._steps.meet(POSTS, 0, targets, where)
+            self._steps.signal_and_wait(POSTS, 0, targets, resolved)
 
     def Complete(self, *, stream: Any = None) -> None:
         """End the epoch of `Start`."""
         self._check("Win.Complete")
-        with self._synchronising(stream) as where:
+        with self._synchronising(stream) as resolved:
             targets, self._targets = self._targets, None
             if targets is None:
-                raise _wrong("Win.Complete: no Start came before it")
+                raise _epoch_error("Win.Complete: no Start came before it")
             self._row.count(layout.COMPLETED, targets)
-            self._steps.meet(COMPLETES, targets, 0, where)
+            self._steps.signal_and_wait(COMPLETES, targets, 0, resolved)
 
     def Wait(self, *, stream: Any = None) -> Literal[True]:
         """End the epoch of `Post`. The stream waits for the `Complete` of all ranks of its group."""
         self._check("Win.Wait")
         origins = self._origins("Win.Wait")
-        with self._synchronising(stream) as where:
-            self._steps.meet(COMPLETES, 0, origins, where)
-        self._is_waited = self._backend.completion(where)
-        self._posted = None
+        with self._synchronising(stream) as resolved:
+            self._posted = None
+            self._steps.signal_and_wait(COMPLETES, 0, origins, resolved)
+            self._is_waited = self._backend.completion(resolved)
         return True
 
     def Test(self, *, stream: Any = None) -> bool:
@@ -126,21 +126,21 @@ class Synchronisation:
         self._check("Win.Test")
         origins = self._origins("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
-        arrived = self._is_waited() and self._steps.arrived(COMPLETES, origins)
-        return (arrived or self._have_completed(origins)) and self.Wait(stream=stream)
+        have_signalled = self._is_waited() and self._steps.have_signalled(COMPLETES, origins)
+        return (have_signalled or self._have_completed(origins)) and self.Wait(stream=stream)
 
     def _origins(self, what: str) -> int:
         """Return the origins of the exposure epoch."""
         if self._posted is None:
-            raise _wrong(f"{what}: no Post came before it")
+            raise _epoch_error(f"{what}: no Post came before it")
         return self._posted
 
     def _have_completed(self, origins: int) -> bool:
         """Return whether the hosts of the ranks have called `Complete`. Their GPUs may do so later.
 
-        A program may know of these calls, for example from a barrier, and may expect that they are seen here. This
-        reads the count that `Complete` has written on the peer's page. It orders no data: the wait that follows pairs
-        with the signal of the peer's GPU.
+        A program that knows of these calls, for example from a barrier, expects that `Test` returns true. This reads
+        the count that `Complete` has written on the peer's page. It orders no data: the wait that follows pairs with
+        the signal of the peer's GPU.
         """
         places, key = self._owner.placement.places, self._row.words[layout.KEY]
         for origin in ranks_in(origins):
@@ -159,16 +159,16 @@ class Synchronisation:
         exclusive = lock_type == MPI.LOCK_EXCLUSIVE
         # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
         yields = not (self._locked or self._locked_all)
-        with self._synchronising(stream) as where:
+        with self._synchronising(stream) as resolved:
             if lock_type not in (MPI.LOCK_EXCLUSIVE, MPI.LOCK_SHARED):
                 raise RefusedByMpiError(
                     f"Win.Lock: lock_type={lock_type}: pass MPI.LOCK_EXCLUSIVE or MPI.LOCK_SHARED", MPI.ERR_LOCKTYPE
                 )
             if rank in self._locked:
-                raise _wrong(f"Win.Lock: this rank has locked rank {rank} already: call Unlock({rank}) before it")
+                raise _epoch_error(f"Win.Lock: this rank has locked rank {rank} already: call Unlock({rank}) before it")
             self._end_fence("Win.Lock", "Start", "Lock_all")
             self._locked[rank] = lock_type
-            self._steps.lock(0, 1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
+            self._steps.lock(0, 1 << rank, resolved, exclusive=exclusive, yields=yields and not exclusive)
 
     def Unlock(self, rank: int, *, stream: Any = None) -> None:
         """End the epoch of `Lock`, after all accesses of this rank."""
@@ -176,29 +176,29 @@ class Synchronisation:
         if rank == MPI.PROC_NULL:
             return
         self._require_rank("Win.Unlock", "rank", rank)
-        with self._synchronising(stream) as where:
+        with self._synchronising(stream) as resolved:
             if rank not in self._locked:
-                raise _wrong(f"Win.Unlock: rank={rank} is not locked: call Lock before it")
+                raise _epoch_error(f"Win.Unlock: rank={rank} is not locked: call Lock before it")
             lock_type = self._locked.pop(rank)
-            self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+            self._steps.lock(1 << rank, 0, resolved, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
 
     def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of all ranks with shared locks."""
         self._check("Win.Lock_all", assertion)
         self._require_atomics("Win.Lock_all", self._everyone)
-        with self._synchronising(stream) as where:
+        with self._synchronising(stream) as resolved:
             self._end_fence("Win.Lock_all", "Start", "Lock")
             self._locked_all = True
-            self._steps.lock(0, self._everyone, where, exclusive=False, yields=True)
+            self._steps.lock(0, self._everyone, resolved, exclusive=False, yields=True)
 
     def Unlock_all(self, *, stream: Any = None) -> None:
         """End the epoch of `Lock_all`."""
         self._check("Win.Unlock_all")
-        with self._synchronising(stream) as where:
+        with self._synchronising(stream) as resolved:
             if not self._locked_all:
-                raise _wrong("Win.Unlock_all: no Lock_all came before it")
+                raise _epoch_error("Win.Unlock_all: no Lock_all came before it")
             self._locked_all = False
-            self._steps.lock(self._everyone, 0, where, exclusive=False)
+            self._steps.lock(self._everyone, 0, resolved, exclusive=False)
 
     def Flush(self, rank: int, *, stream: Any = None) -> None:
         """Let later work of the stream follow all accesses of this rank to the part of ``rank``."""
@@ -223,8 +223,8 @@ class Synchronisation:
         if not what.endswith("_all"):
             self._require_rank(what, "rank", rank)
         if not (self._locked_all or (bool(self._locked) if rank is None else rank in self._locked)):
-            where = "" if rank is None else f"rank={rank} "
-            raise _wrong(f"{what}: {where}is not locked: call Lock or Lock_all before it")
+            named = "" if rank is None else f"rank={rank} "
+            raise _epoch_error(f"{what}: {named}is not locked: call Lock or Lock_all before it")
         with self._synchronising(stream):
             pass  # a stream orders the accesses of its rank
 
@@ -239,10 +239,12 @@ class Synchronisation:
         if self._locked_all or target in self._locked or (self._targets is not None and self._targets >> target & 1):
             return
         if not self._fence_open:
-            raise _wrong(f"{what}: target_rank={target} is in no epoch: call Fence, Start, Lock or Lock_all before it")
+            raise _epoch_error(
+                f"{what}: target_rank={target} is in no epoch: call Fence, Start, Lock or Lock_all before it"
+            )
         self._fence_used = True
 
-    def _require_no(self, what: str, *others: str) -> None:
+    def _require_no_epoch(self, what: str, *others: str) -> None:
         """Raise if an epoch of one of the calls ``others`` is open."""
         open_epochs = {
             "Start": (self._targets is not None, "Complete"),
@@ -254,13 +256,15 @@ class Synchronisation:
             is_open, end = open_epochs[other]
             if is_open:
                 held = f" of {name_ranks(sorted(self._locked))}" if end == "Unlock" else ""
-                raise _wrong(f"{what}: the epoch of {other}{held} is open: call {end} before it")
+                raise _epoch_error(f"{what}: the epoch of {other}{held} is open: call {end} before it")
 
     def _end_fence(self, what: str, *others: str) -> None:
-        """End the fence epoch, because the call ``what`` begins another one. Raise as `_require_no` before."""
-        self._require_no(what, *others)
+        """End the fence epoch, because the call ``what`` begins another one. Raise as `_require_no_epoch` before."""
+        self._require_no_epoch(what, *others)
         if self._fence_used:
-            raise _wrong(f"{what}: the epoch of the last Fence has calls that are not complete: call Fence before it")
+            raise _epoch_error(
+                f"{what}: the epoch of the last Fence has calls that are not complete: call Fence before it"
+            )
         self._fence_open = False
 
     def _require_atomics(self, what: str, ranks: int) -> None:
@@ -294,22 +298,22 @@ class Synchronisation:
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:
         """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
-        where, captures = self._streams.resolve(stream, self._array)
-        self._streams.before_synchronisation(where, captures=captures)
+        resolved, captures = self._order.resolve(stream, self._array)
+        self._order.before_synchronisation(resolved, captures=captures)
         try:
-            yield where
-            self._streams.after_synchronisation(where, captures=captures)
+            yield resolved
+            self._order.after_synchronisation(resolved, captures=captures)
         except RefusedByMpiError:
             raise  # it comes before anything changes
         except BaseException:
             # The epoch may have changed without its step: `Unlock` would give up a lock that this rank does not hold.
-            self._is_torn = True
+            self._is_interrupted = True
             raise
         # The epoch and its steps belong together from here on. An exception only ends the wait of the host.
         if self._backend.completes:
-            self._backend.complete(where)
+            self._backend.complete(resolved)
 
-    def _ranks_of(self, group: Any, what: str) -> int:
+    def _rank_mask(self, group: Any, what: str) -> int:
         if not isinstance(group, MPI.Group) or group == MPI.GROUP_NULL:
             raise RefusedByMpiError(
                 f"{what}: group={group!r} is no group: pass win.Get_group().Incl(...)", MPI.ERR_GROUP
@@ -320,5 +324,5 @@ class Synchronisation:
         return sum(1 << rank for rank in set(ranks))
 
 
-def _wrong(text: str) -> RefusedByMpiError:
+def _epoch_error(text: str) -> RefusedByMpiError:
     return RefusedByMpiError(text, MPI.ERR_RMA_SYNC)

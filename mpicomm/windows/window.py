@@ -17,12 +17,12 @@ from mpicomm.windows.buffers import (
     LocalBuffer,
     Update,
     as_pairs,
-    items_of,
-    name_of,
+    operation_name,
+    parse_target,
     read_buffer,
     read_target,
-    require_alike,
-    require_one,
+    require_same_type,
+    require_single_element,
     update_of,
 )
 from mpicomm.windows.memory import DynamicMemory, WindowMemory
@@ -56,31 +56,31 @@ class WindowCalls(Synchronisation):
         """Copy ``origin`` into the part of ``target_rank``. Local, stream-ordered."""
         known = self._begin_known("Win.Put", "put", origin, None, target_rank, target, stream)
         if known is None:
-            self._access("Win.Put", origin, target_rank, target, stream, puts=True)
+            self._move("Win.Put", origin, target_rank, target, stream, puts=True)
         else:
-            address, pointer, _, nbytes, _, where = known
-            self._steps.copy(address, pointer, nbytes, where)
-            self._streams.after_access(where, captures=False)
+            address, pointer, _, nbytes, _, resolved = known
+            self._steps.copy(address, pointer, nbytes, resolved)
+            self._order.after_access(resolved, captures=False)
 
     def Get(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> None:
         """Copy from the part of ``target_rank`` into ``origin``. Local, stream-ordered."""
         known = self._begin_known("Win.Get", "get", origin, None, target_rank, target, stream)
         if known is None:
-            self._access("Win.Get", origin, target_rank, target, stream, puts=False)
+            self._move("Win.Get", origin, target_rank, target, stream, puts=False)
         else:
-            address, pointer, _, nbytes, _, where = known
-            self._steps.copy(pointer, address, nbytes, where)
-            self._streams.after_access(where, captures=False)
+            address, pointer, _, nbytes, _, resolved = known
+            self._steps.copy(pointer, address, nbytes, resolved)
+            self._order.after_access(resolved, captures=False)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Put`; return its request."""
-        local = self._access("Win.Rput", origin, target_rank, target, stream, puts=True)
-        return self._started(local, stream)
+        local = self._move("Win.Rput", origin, target_rank, target, stream, puts=True)
+        return self._request_of(local, stream)
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Get`; return its request."""
-        local = self._access("Win.Rget", origin, target_rank, target, stream, puts=False)
-        return self._started(local, stream)
+        local = self._move("Win.Rget", origin, target_rank, target, stream, puts=False)
+        return self._request_of(local, stream)
 
     def Accumulate(
         self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
@@ -97,7 +97,7 @@ class WindowCalls(Synchronisation):
     ) -> MPI.Request:
         """Start `Accumulate`; return its request."""
         local = self._update_elements("Win.Raccumulate", origin, None, target_rank, target, op, stream)
-        return self._started(local, stream)
+        return self._request_of(local, stream)
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
@@ -110,7 +110,7 @@ class WindowCalls(Synchronisation):
     ) -> MPI.Request:
         """Start `Get_accumulate`; return its request."""
         local = self._update_elements("Win.Rget_accumulate", origin, result, target_rank, target, op, stream)
-        return self._started(local, stream)
+        return self._request_of(local, stream)
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: MPI.Op = SUM, *, stream: Any = None
@@ -121,14 +121,14 @@ class WindowCalls(Synchronisation):
         if known is not None:
             self._update_known(known)
             return
-        if self._is_nowhere(what, target_rank):
+        if self._is_proc_null(what, target_rank):
             return
         before = self._read_pairs(result, "result", writable=True)
-        require_one(before, what)
+        require_single_element(before, what)
         if origin is not None:  # mpi4py compares an origin also if the operation does not read it
             value = self._read_pairs(origin, "origin")
-            require_one(value, what)
-            require_alike(before.elements, value, what)
+            require_single_element(value, what)
+            require_same_type(before.elements, value, what)
         self._update_elements(what, origin, result, target_rank, (target_disp, 1), op, stream)
 
     def Compare_and_swap(
@@ -139,41 +139,41 @@ class WindowCalls(Synchronisation):
         Local, stream-ordered.
         """
         what = "Win.Compare_and_swap"
-        if self._is_nowhere(what, target_rank):
+        if self._is_proc_null(what, target_rank):
             return
         before = read_buffer(result, self._backend, writable=True, name="result")
         value = read_buffer(origin, self._backend, writable=False, name="origin")
         expected = read_buffer(compare, self._backend, writable=False, name="compare")
-        there = read_target((target_disp, 1), target_rank, self._memory, before, what)
+        remote = read_target((target_disp, 1), target_rank, self._memory, before, what)
         for each in (before, value, expected):
-            require_one(each, what)
-            require_alike(there.elements, each, what)
-        if there.elements.nbytes not in SWAPPED_SIZES:
+            require_single_element(each, what)
+            require_same_type(remote.elements, each, what)
+        if remote.elements.nbytes not in SWAPPED_SIZES:
             raise RefusedByMpiError(
-                f"{what}: elements of {there.elements.dtype} have {there.elements.nbytes} bytes: pass an integer, a "
+                f"{what}: elements of {remote.elements.dtype} have {remote.elements.nbytes} bytes: pass an integer, a "
                 "logical value or a byte",
                 MPI.ERR_TYPE,
             )
-        update = update_of("replace", there.elements, what)
+        update = update_of("replace", remote.elements, what)
         self._require_atomics(what, 1 << target_rank)
-        self._steps.require_updatable(update, there, what)
+        self._steps.require_updatable(update, remote, what)
         self._require_access(what, target_rank)
-        where, captures = self._begin_access(stream, before)
+        resolved, captures = self._begin_access(stream, before)
         steps, buffers = self._steps, (value, expected, before)
         new, old, previous = (
-            steps.place(each, where, there.elements.nbytes, number) for number, each in enumerate(buffers)
+            steps.device_address(each, resolved, remote.elements.nbytes, index) for index, each in enumerate(buffers)
         )
-        steps.pack(value, new, where)
-        steps.pack(expected, old, where)
-        steps.compare_and_swap(there, new, old, previous, where)
-        steps.unpack(before, previous, where)
-        self._streams.after_access(where, captures=captures)
+        steps.pack(value, new, resolved)
+        steps.pack(expected, old, resolved)
+        steps.compare_and_swap(remote, new, old, previous, resolved)
+        steps.unpack(before, previous, resolved)
+        self._order.after_access(resolved, captures=captures)
 
-    def _started(self, local: LocalBuffer | None, stream: Any) -> MPI.Request:
+    def _request_of(self, local: LocalBuffer | None, stream: Any) -> MPI.Request:
         """Return the request of a call on ``local``, which is enqueued; None for MPI.PROC_NULL."""
         is_done: Callable[[], bool] = lambda: True  # noqa: E731
         if local is not None:
-            is_done = self._backend.completion(self._streams.resolve(stream, self._array_of(local))[0])
+            is_done = self._backend.completion(self._order.resolve(stream, self._array_of(local))[0])
         work = DeferredRequest.of(is_done, lambda: None)
         if not work.advance():
             work.kept = local
@@ -189,32 +189,32 @@ class WindowCalls(Synchronisation):
         else:
             self._update_known(known)
 
-    def _access(
+    def _move(
         self, what: str, origin: Any, target_rank: int, target: Any, stream: Any, *, puts: bool
     ) -> LocalBuffer | None:
         """Carry out `Put` (``puts``) or `Get`, and return the buffer; None for MPI.PROC_NULL."""
-        if self._is_nowhere(what, target_rank):
+        if self._is_proc_null(what, target_rank):
             return None
         local = read_buffer(origin, self._backend, writable=not puts, name="origin")
-        there = read_target(target, target_rank, self._memory, local, what)
+        remote = read_target(target, target_rank, self._memory, local, what)
         self._require_access(what, target_rank)
         if local.nbytes:
-            where, captures = self._begin_access(stream, local)
-            steps, layout, address = self._steps, there.elements.layout, there.address
+            resolved, captures = self._begin_access(stream, local)
+            steps, layout, address = self._steps, remote.elements.layout, remote.address
             if layout is None and puts:
-                steps.pack(local, address, where)
+                steps.pack(local, address, resolved)
             elif layout is None:
-                steps.unpack(local, address, where)
+                steps.unpack(local, address, resolved)
             elif puts:
-                place = steps.place(local, where)
-                steps.pack(local, place, where)
-                steps.move(layout, address, place, where, unpacks=True)
+                packed = steps.device_address(local, resolved)
+                steps.pack(local, packed, resolved)
+                steps.move(layout, address, packed, resolved, unpacks=True)
             else:
-                place = steps.place(local, where)
-                steps.move(layout, address, place, where)
-                steps.unpack(local, place, where)
-            self._streams.after_access(where, captures=captures)
-            self._learn("put" if puts else "get", origin, target_rank, target, local, None)
+                packed = steps.device_address(local, resolved)
+                steps.move(layout, address, packed, resolved)
+                steps.unpack(local, packed, resolved)
+            self._order.after_access(resolved, captures=captures)
+            self._cache_form("put" if puts else "get", origin, target_rank, target, local, None)
         return local
 
     def _update_elements(
@@ -224,16 +224,16 @@ class WindowCalls(Synchronisation):
 
         ``result`` gets the previous elements, or is None.
         """
-        if self._is_nowhere(what, target_rank):
+        if self._is_proc_null(what, target_rank):
             return None
-        name = name_of(op, what)
+        name = operation_name(op, what)
         before = None if result is None else self._read_pairs(result, "result", writable=True)
         values = None
         if name != "no_op" or before is None:
             values = self._read_pairs(origin, "origin")
         local = before if values is None else values
         assert local is not None
-        there = read_target(target, target_rank, self._memory, local, what, pairs=True)
+        remote = read_target(target, target_rank, self._memory, local, what, pairs=True)
         if before is not None and values is not None and before.nbytes != values.nbytes:
             raise RefusedByMpiError(
                 f"{what}: result has {before.nbytes} bytes, and origin has {values.nbytes}: pass as many elements",
@@ -242,27 +242,27 @@ class WindowCalls(Synchronisation):
         if not local.nbytes:
             self._require_access(what, target_rank)
             return local
-        update = update_of(name, there.elements, what)
+        update = update_of(name, remote.elements, what)
         for each in (values, before):
             if each is not None:
-                require_alike(there.elements, each, what)
+                require_same_type(remote.elements, each, what)
         self._require_atomics(what, 1 << target_rank)
-        self._steps.require_updatable(update, there, what)
+        self._steps.require_updatable(update, remote, what)
         self._require_access(what, target_rank)
         if before is not None or name != "no_op":
-            where, captures = self._begin_access(stream, local)
+            resolved, captures = self._begin_access(stream, local)
             steps, itemsize, source, previous = self._steps, update.dtype.itemsize, 0, 0
             if values is not None:
-                source = steps.place(values, where, itemsize)
-                steps.pack(values, source, where)
+                source = steps.device_address(values, resolved, itemsize)
+                steps.pack(values, source, resolved)
             if before is not None:
-                previous = steps.place(before, where, itemsize, number=1)
-            steps.accumulate(update, there, source, previous, where)
+                previous = steps.device_address(before, resolved, itemsize, index=1)
+            steps.accumulate(update, remote, source, previous, resolved)
             if before is not None:
-                steps.unpack(before, previous, where)
-            self._streams.after_access(where, captures=captures)
+                steps.unpack(before, previous, resolved)
+            self._order.after_access(resolved, captures=captures)
         if values is not None and name != "no_op":
-            self._learn(_key_of(op), origin, target_rank, target, values, update)
+            self._cache_form(_key_of(op), origin, target_rank, target, values, update)
         return local
 
     def _update_known(self, call: _KnownCall) -> None:
@@ -270,7 +270,7 @@ class WindowCalls(Synchronisation):
         address, pointer, previous, nbytes, update, stream = call
         assert update is not None
         update(address, pointer, previous, nbytes, stream)
-        self._streams.after_access(stream, captures=False)
+        self._order.after_access(stream, captures=False)
 
     def _begin_known(
         self,
@@ -293,7 +293,7 @@ class WindowCalls(Synchronisation):
         if type(target) is not int:
             if count is not None:
                 return None
-            disp, count, datatype = items_of(target)
+            disp, count, datatype = parse_target(target)
             if type(disp) is not int or not (count is None or type(count) is int):
                 return None
         plain = descriptor_of(origin)
@@ -318,34 +318,36 @@ class WindowCalls(Synchronisation):
             return None
         self._require_usable(what)
         self._require_access(what, target_rank)
-        where = self._backend.eager_stream(stream, array_of(origin))
-        if where is None:
+        resolved = self._backend.eager_stream(stream, array_of(origin))
+        if resolved is None:
             return None
-        self._streams.before_access(where, captures=False)
-        return address, pointer, previous, nbytes, update, where
+        self._order.before_access(resolved, captures=False)
+        return address, pointer, previous, nbytes, update, resolved
 
-    def _learn(
+    def _cache_form(
         self, key: Any, origin: Any, target_rank: int, target: Any, local: LocalBuffer, update: Update | None
     ) -> None:
-        """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``.
+        """Cache the form of a call that has passed all checks. ``local`` is the buffer ``origin``.
 
         ``key`` is the ``operation`` of `_begin_known`.
         """
         # The memory of a dynamic window has no fixed parts.
         if key is None or not local.on_device or isinstance(self._memory, DynamicMemory):
             return
-        plain, datatype = descriptor_of(origin), items_of(target)[2]
+        plain, datatype = descriptor_of(origin), parse_target(target)[2]
         if plain is None or len(plain) != 3 or not plain[1]:
             return
         itemsize = local.nbytes // plain[1]
-        if type(datatype) is MPI.Datatype and not (
-            datatype.is_predefined and datatype.size == datatype.extent == itemsize
+        type_key = _key_of_type(datatype)
+        if type_key == "" or (
+            type(datatype) is MPI.Datatype
+            and not (datatype.is_predefined and datatype.size == datatype.extent == itemsize)
         ):
             return
         launches = None if update is None else self._steps.run_update(update)
         part = self._memory.parts[target_rank]
         form = self._memory.pointers[target_rank], part.nbytes, part.disp_unit, itemsize, launches
-        self._forms[key, target_rank, plain[2], _key_of_type(datatype)] = form
+        self._forms[key, target_rank, plain[2], type_key] = form
 
     def _read_pairs(self, spec: Any, name: str, *, writable: bool = False) -> LocalBuffer:
         """Read a buffer whose elements may be pairs."""
@@ -358,15 +360,15 @@ class WindowCalls(Synchronisation):
 
         The caller calls ``after_access`` later.
         """
-        where, captures = self._streams.resolve(stream, self._array_of(local))
-        self._streams.before_access(where, captures=captures)
-        return where, captures
+        resolved, captures = self._order.resolve(stream, self._array_of(local))
+        self._order.before_access(resolved, captures=captures)
+        return resolved, captures
 
     def _array_of(self, local: LocalBuffer) -> Any:
         """Return the array whose library says which stream is current."""
         return local.array if local.on_device else self._array
 
-    def _is_nowhere(self, what: str, target_rank: int) -> bool:
+    def _is_proc_null(self, what: str, target_rank: int) -> bool:
         self._require_usable(what)
         if target_rank == MPI.PROC_NULL:
             return True
@@ -380,5 +382,7 @@ def _key_of(op: Any) -> int | None:
 
 
 def _key_of_type(datatype: Any) -> Any:
-    """Return MPI's handle of a datatype, because datatypes have no hash; 0 for None."""
-    return datatype.handle if type(datatype) is MPI.Datatype else 0
+    """Return the key of a datatype, or of its name; "" for an argument whose calls have no form."""
+    if datatype is None or type(datatype) is str:
+        return datatype
+    return datatype.handle if type(datatype) is MPI.Datatype else ""  # datatypes have no hash

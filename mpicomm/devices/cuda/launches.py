@@ -68,7 +68,7 @@ class LaunchGraph:
 _MOST_WAITING_BLOCKS = 4
 """The most blocks of a kernel that waits. Receives on several streams wait at once, and a device full of waiting blocks
 could not begin the send for which another rank waits. So a larger kernel follows a kernel of one block that waits."""
-_TIMES = 4
+_CAPTURE_AT = 4
 """A copy that repeats so often gets a graph. Making the graph takes about as long as it saves in ten copies."""
 
 
@@ -95,14 +95,14 @@ class MessageSteps:
         self._launch_at = kernel.launch_at
         self._limits = timeout_ns, faults.record, faults.failed
 
-    def copy_in(self, place: int, *, ready: int) -> PlaceCopy:
-        """Return the copy into the slot at address ``place``. After the copy, it announces 1."""
-        return PlaceCopy(self, place, self.argument(ready=ready, sent=1), None)
+    def copy_in(self, slot: int, *, ready: int) -> SlotCopy:
+        """Return the copy into the slot at address ``slot``. After the copy, it announces 1."""
+        return SlotCopy(self, slot, self.argument(ready=ready, sent=1), None)
 
-    def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> PlaceCopy:
-        """Return the copy out of the slot at address ``place``. It first waits for 1, and then releases 1."""
+    def copy_out(self, slot: int, *, ready: int, done: int, peer: int) -> SlotCopy:
+        """Return the copy out of the slot at address ``slot``. It first waits for 1, and then releases 1."""
         copy = self.argument(ready=ready, done=done, awaits=1, taken=1, peer=peer)
-        return PlaceCopy(self, place, copy, self.argument(ready=ready, done=done, awaits=1, peer=peer))
+        return SlotCopy(self, slot, copy, self.argument(ready=ready, done=done, awaits=1, peer=peer))
 
     def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
         """Wait until the first ``blocks`` words from ``ready`` on are ``count`` ahead of the words from ``done`` on."""
@@ -155,43 +155,43 @@ MessageLaunch = tuple[int, int, Argument]
 """Blocks, threads and the argument of a launch."""
 
 
-class PlaceCopy:
+class SlotCopy:
     """The `MessageCopy` into the slot of a message, or out of it if ``wait`` is given.
 
     ``copy`` is the argument of all its copies. Each call writes both addresses and the bytes into it. ``wait`` is the
     argument of a kernel that only waits.
     """
 
-    __slots__ = ("_copy", "_graph", "_graphed", "_last", "_place", "_steps", "_times", "_wait")
+    __slots__ = ("_captured", "_copy", "_graph", "_last", "_slot", "_steps", "_times", "_wait")
 
-    def __init__(self, steps: MessageSteps, place: int, copy: Argument, wait: Argument | None) -> None:
+    def __init__(self, steps: MessageSteps, slot: int, copy: Argument, wait: Argument | None) -> None:
         self._steps = steps
-        self._place = place
+        self._slot = slot
         self._copy = copy
         self._wait = wait
         self._last = 0, 0  # the address and the bytes of the last copy
         self._times = 0  # the number of such copies, one after the other
         self._graph: LaunchGraph | None = None
-        self._graphed = 0, 0  # the address and the bytes of the copy that has the graph
+        self._captured = 0, 0  # the address and the bytes of the copy that has the graph
 
     def __call__(self, stream: int, pointer: int, nbytes: int, /) -> None:
         steps, copied = self._steps, (pointer, nbytes)
-        if copied == self._graphed and self._graph is not None and runtime.getDevice() == steps.ordinal:
+        if copied == self._captured and self._graph is not None and runtime.getDevice() == steps.ordinal:
             self._graph.launch_here(stream)
             return
         blocks, copy, wait = blocks_of_message(nbytes), self._copy, self._wait
         launches: tuple[MessageLaunch, ...] = ((blocks, MESSAGE_THREADS, copy),)
         if wait is None:
-            _FILL(copy.memory, 0, self._place, pointer, nbytes)
+            _FILL(copy.memory, 0, self._slot, pointer, nbytes)
         else:
-            _FILL(copy.memory, 0, pointer, self._place, nbytes)
+            _FILL(copy.memory, 0, pointer, self._slot, nbytes)
             if blocks > _MOST_WAITING_BLOCKS:
                 launches = (1, LANES, wait), *launches
         if copied != self._last:
             self._last, self._times = copied, 0
         self._times += 1
-        if self._times == _TIMES:
-            self._graph, self._graphed = steps.graph(launches), copied
+        if self._times == _CAPTURE_AT:
+            self._graph, self._captured = steps.graph(launches), copied
         steps.enqueue(stream, launches)
 
 

@@ -136,16 +136,16 @@ class _Steps:
     def __init__(self, device: ThreadDevice) -> None:
         self._device = device
 
-    def copy_in(self, place: int, *, ready: int) -> MessageCopy:
+    def copy_in(self, slot: int, *, ready: int) -> MessageCopy:
         def copy(stream: int, pointer: int, nbytes: int, /) -> None:
-            self._enqueue(stream, place, pointer, nbytes, ready, sent=1)
+            self._enqueue(stream, slot, pointer, nbytes, ready, sent=1)
 
         return copy
 
-    def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> MessageCopy:
+    def copy_out(self, slot: int, *, ready: int, done: int, peer: int) -> MessageCopy:
         def copy(stream: int, pointer: int, nbytes: int, /) -> None:
             blocks = blocks_of_message(nbytes)
-            self._enqueue(stream, pointer, place, nbytes, ready, done, awaits=1, taken=1, blocks=blocks, peer=peer)
+            self._enqueue(stream, pointer, slot, nbytes, ready, done, awaits=1, taken=1, blocks=blocks, peer=peer)
 
         return copy
 
@@ -367,6 +367,11 @@ class ThreadDevice:
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return np.empty(nbytes, np.uint8)
+
+    def scratch(self, nbytes: int) -> int:
+        memory = np.full(max(nbytes, 1) + 128, POISON, np.uint8)
+        self.own(memory)
+        return -(-memory.ctypes.data // 128) * 128
 
     def close(self) -> None:
         if not self.closed:

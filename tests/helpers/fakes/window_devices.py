@@ -123,7 +123,6 @@ class WindowDevice(ThreadDevice):
         self.graphs = 0
         self.shared: weakref.WeakSet[SharedArray] = weakref.WeakSet()
         self._tables: dict[int, PackTable] = {}
-        self._scratch: list[npt.NDArray[np.uint8]] = []
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
         self.load_packing(table)  # windows may load late: their kernels wait for no call that has yet to load
@@ -150,11 +149,6 @@ class WindowDevice(ThreadDevice):
         table = self.scratch(8 * len(pointers))
         array_at(table, len(pointers), _WORD)[:] = pointers
         return SimpleNamespace(data=SimpleNamespace(ptr=table))
-
-    def scratch(self, nbytes: int) -> int:
-        self._scratch.append(np.full(max(nbytes, 1) + 128, 0xDB, np.uint8))
-        self.own(self._scratch[-1])
-        return -(-self._scratch[-1].ctypes.data // 128) * 128
 
     def pack_table(self, table: PackTable) -> int:
         self._tables[id(table)] = table

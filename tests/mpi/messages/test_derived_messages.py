@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.rigs.message_rigs import Rig
+from tests.helpers.rigs.message_rigs import Rig, rig_on
 
 Array = npt.NDArray[Any]
 
@@ -69,6 +69,28 @@ def test_absolute_addresses(rig: Rig, sender: str, length: int) -> None:
     assert (first[30 if length == 3 else 7 :] == rig.rank).all() and (untouched == 5).all()
     expected = -1 if sender == "addresses" or length == 1 else rig.left
     assert (last[10:30] == expected).all() and (last[:10] == -1).all() and (last[30:] == -1).all()
+
+
+@pytest.mark.parametrize("handle", ["ipc", "fd"])
+def test_a_receive_writes_only_its_elements(
+    parent: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch, handle: str
+) -> None:
+    """Work on another stream may write the gaps meanwhile."""
+    with rig_on(parent, handle) as rig, committed(columns(10)) as (datatype,):
+        received = DeviceArray(rig.device, np.full((10, 8), -1, np.int32))
+        begin, copy = received.memory.ctypes.data, rig.device.copy
+
+        def copy_elsewhere(target: int, source: int, nbytes: int, stream: int) -> None:
+            assert not begin <= target < begin + received.memory.nbytes
+            copy(target, source, nbytes, stream)
+
+        monkeypatch.setattr(rig.device, "copy", copy_elsewhere)
+        for count in (10, 5):  # the second message is shorter
+            request = rig.comm.Isend(grid(rig.rank, count)[:, :3].copy(), rig.right)
+            rig.comm.Irecv([received, 1, datatype], rig.left).Wait()
+            request.Wait()
+            assert (received.get()[:count, :3] == grid(rig.left, count)[:, :3]).all()
+            assert (received.get()[:, 3:] == -1).all()
 
 
 def test_in_stream_order_and_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:

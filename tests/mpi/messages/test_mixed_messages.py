@@ -221,7 +221,7 @@ def ends(device: str, parent: mpicomm.Communicator) -> Iterator[list[Ends]]:
             for context in (nothing_leaks(), small_messages()):
                 stack.enter_context(context)
             found = []
-            for handle, kinds in (("ipc", (*KINDS, "address on device")), ("fd", KINDS[:2])):
+            for handle, kinds in (("ipc", (*KINDS, "address on device")), ("fd", KINDS[:3])):
                 comm, double = on_threads(parent, handle)
                 stack.callback(comm.Free)
                 found.append(Ends(comm, partial(DeviceArray, double), kinds, LARGE, double))

@@ -42,6 +42,8 @@ REFUSED: list[tuple[int, str, Act]] = [
     (MPI.ERR_RANK, "Rput: target_rank=9: use 0 to", lambda win, a: win.Rput(a.two, 9)),
     (MPI.ERR_TYPE, "Accumulate: origin has elements of int64, and target of float64",
      lambda win, a: win.Accumulate(a.two, 0, (0, 2, MPI.DOUBLE))),
+    (MPI.ERR_TYPE, "Accumulate: origin has elements of int64, and target of float64",
+     lambda win, a: win.Accumulate(a.two, 0, (0, 2, "d"))),
     (MPI.ERR_TYPE, "Get_accumulate: result has elements of float64, and target of int64",
      lambda win, a: win.Get_accumulate(a.two, a.reals, 0)),
     (MPI.ERR_COUNT, "Get_accumulate: result has 8 bytes, and origin has 16",

@@ -179,6 +179,30 @@ def test_exception_of_a_handler_ends_only_the_wait_of_the_host(
     second.Free()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_exception_of_a_handler_ends_the_epoch_of_wait(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, completing: None
+) -> None:
+    win, plain = window(1), MPI.Intracomm(comm)
+    first, second = group_of(win, 0), group_of(win, 1)
+    if comm.rank == 0:
+        win.Post(second)
+        require_alarm(win.Wait)
+        with pytest.raises(MPI.Exception, match="no Post came before it"):
+            win.Wait()
+    plain.Barrier()
+    if comm.rank == 1:
+        win.Start(first)
+        win.Put(xp.array([7]), 0)
+        win.Complete()
+    plain.Barrier()
+    comm.check()
+    win.Fence()
+    assert to_host(win.tomemory().view(np.int64)).tolist() == [0 if comm.rank else 7]
+    first.Free()
+    second.Free()
+
+
 @pytest.mark.parametrize("call", ["Fence", "Lock", "Unlock"])
 def test_synchronisation_that_ends_halfway_refuses_later_calls(
     device: str, monkeypatch: pytest.MonkeyPatch, call: str
@@ -194,7 +218,7 @@ def test_synchronisation_that_ends_halfway_refuses_later_calls(
         win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
         if call == "Unlock":
             win.Lock(comm.rank)
-        monkeypatch.setattr(win._steps, "meet" if call == "Fence" else "lock", torn)
+        monkeypatch.setattr(win._steps, "signal_and_wait" if call == "Fence" else "lock", torn)
         with pytest.raises(Alarm):
             win.Fence() if call == "Fence" else getattr(win, call)(comm.rank)
         for again in (win.Fence, win.Lock_all, win.Sync):

@@ -201,7 +201,7 @@ def test_a_communicator_has_one_rendezvous(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(device, "message_steps", message_steps)
     assert outbox("Send") is second.joined()
-    rendezvous.give_back()
+    rendezvous.reset()
     device.close()
 
 

@@ -127,7 +127,7 @@ def test_other_memory_stays(cuda: VirtualCuda, backend: Any, nbytes: int, kind: 
     assert cuda.calls.count("cuMemFree") == 1
 
 
-PLACE, READY, DONE, PEER, CAPTURING = 1 << 20, 2 << 20, 3 << 20, 5, 99
+SLOT, READY, DONE, PEER, CAPTURING = 1 << 20, 2 << 20, 3 << 20, 5, 99
 
 
 class Launches:
@@ -159,7 +159,7 @@ def steps(cuda: FakeCuda, kernel: Launches) -> Any:
 
 
 def test_the_same_copy_becomes_a_graph(cuda: FakeCuda, kernel: Launches, steps: Any) -> None:
-    copy = steps.copy_in(PLACE, ready=READY)
+    copy = steps.copy_in(SLOT, ready=READY)
     for stream in range(10):
         copy(stream, 4096, 100)
     made = [stream for stream, *_ in kernel.made if stream != CAPTURING]
@@ -175,7 +175,7 @@ def test_the_same_copy_becomes_a_graph(cuda: FakeCuda, kernel: Launches, steps: 
 
 
 def test_copies_of_many_lengths_make_no_graph(cuda: FakeCuda, kernel: Launches, steps: Any) -> None:
-    copy = steps.copy_out(PLACE, ready=READY, done=DONE, peer=PEER)
+    copy = steps.copy_out(SLOT, ready=READY, done=DONE, peer=PEER)
     for number in range(1, 30):
         copy(0, 4096, 100 * number)
         copy(0, 4096, 100 * number)
@@ -184,15 +184,15 @@ def test_copies_of_many_lengths_make_no_graph(cuda: FakeCuda, kernel: Launches, 
 
 
 def test_a_step_has_the_words_and_the_counts_of_its_side(kernel: Launches, steps: Any) -> None:
-    steps.copy_in(PLACE, ready=READY)(1, 4096, 100)
-    steps.copy_out(PLACE, ready=READY, done=DONE, peer=PEER)(1, 4096, 100)
+    steps.copy_in(SLOT, ready=READY)(1, 4096, 100)
+    steps.copy_out(SLOT, ready=READY, done=DONE, peer=PEER)(1, 4096, 100)
     steps.wait(1, ready=READY, done=DONE, count=3, blocks=2, peer=PEER)
     steps.announce(1, ready=READY, count=3)
     steps.release(1, done=DONE, count=3)
     names = ("target", "source", "nbytes", "ready", "done", "awaits", "sent", "taken", "peer")
     assert [tuple(fields[name] for name in names) for *_, fields in kernel.made] == [
-        (PLACE, 4096, 100, READY, 0, 0, 1, 0, 0),
-        (4096, PLACE, 100, READY, DONE, 1, 0, 1, PEER),
+        (SLOT, 4096, 100, READY, 0, 0, 1, 0, 0),
+        (4096, SLOT, 100, READY, DONE, 1, 0, 1, PEER),
         (0, 0, 0, READY, DONE, 3, 0, 0, PEER),
         (0, 0, 0, READY, 0, 0, 3, 0, 0),
         (0, 0, 0, 0, DONE, 0, 0, 3, 0),
@@ -200,7 +200,7 @@ def test_a_step_has_the_words_and_the_counts_of_its_side(kernel: Launches, steps
 
 
 def test_only_few_blocks_wait(kernel: Launches, steps: Any) -> None:
-    steps.copy_out(PLACE, ready=READY, done=DONE, peer=PEER)(1, 4096, 1 << 20)
+    steps.copy_out(SLOT, ready=READY, done=DONE, peer=PEER)(1, 4096, 1 << 20)
     (_, first, wait), (_, blocks, copy) = kernel.made
     assert (first, wait["nbytes"], wait["awaits"], wait["taken"]) == (1, 0, 1, 0)
     assert (blocks, copy["nbytes"], copy["taken"]) == (32, 1 << 20, 1)

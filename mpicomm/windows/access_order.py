@@ -1,4 +1,4 @@
-"""StreamUse: the order of the calls of a window on whichever streams they are."""
+"""AccessOrder: the order of accesses and synchronisations of a window that are on several streams."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mpicomm.devices.cuda.types import GpuBackend
 _DEFAULT_STREAMS = (0, 1, 2)  # the null stream, cudaStreamLegacy and cudaStreamPerThread
 
 
-class StreamUse:
-    """The streams on which this rank has accessed a window. All methods are local, and do not block.
+class AccessOrder:
+    """The order of this rank's accesses to a window on its streams. All methods are local, and do not block.
 
     A synchronisation follows the accesses on all streams since the synchronisation before it. The next accesses on
     other streams follow it. As with collectives, this does not hold between a captured graph and other work, because
@@ -30,7 +30,7 @@ class StreamUse:
 
         Raises the error of earlier work, if there is one.
         """
-        eager = self._backend.eager_stream(stream, array)  # one question is cheaper than two
+        eager = self._backend.eager_stream(stream, array)  # one call is cheaper than two
         return (self._backend.stream(stream, array), True) if eager is None else (eager, False)
 
     def before_access(self, stream: int, *, captures: bool) -> None:
@@ -40,7 +40,7 @@ class StreamUse:
             self._followed.add(stream)
 
     def after_access(self, stream: int, *, captures: bool) -> None:
-        """Note an access on ``stream``, which is enqueued."""
+        """Record an access that is enqueued on ``stream``."""
         if captures:
             return
         # A mark takes a microsecond. It is needed because the program may destroy the stream before the next
@@ -64,7 +64,7 @@ class StreamUse:
             self._backend.side_streams.follow(stream, self._mark)
 
     def after_synchronisation(self, stream: int, *, captures: bool) -> None:
-        """Note a synchronisation on ``stream``, which is enqueued."""
+        """Record a synchronisation that is enqueued on ``stream``."""
         if not captures:
             self._stream, self._mark = stream, self._backend.side_streams.mark(stream)
             self._accesses.clear()
