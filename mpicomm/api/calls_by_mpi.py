@@ -306,13 +306,13 @@ class Probes(MPI.Intracomm):
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: MPI.Status | None = None
     ) -> Any:
         """Receive a Python object; see mpi4py."""
-        kept = self._messages.unexpected.take(source, tag)
-        return recv_object(self, buf, source, tag, status) if kept is None else kept.recv(status)
+        matched = self._messages.unexpected.take(source, tag)
+        return recv_object(self, buf, source, tag, status) if matched is None else matched.recv(status)
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPI.Request:
         """Start to receive a Python object; see mpi4py."""
-        kept = self._messages.unexpected.take(source, tag)
-        return super().irecv(buf, source, tag) if kept is None else kept.irecv()
+        matched = self._messages.unexpected.take(source, tag)
+        return super().irecv(buf, source, tag) if matched is None else matched.irecv()
 
     def sendrecv(
         self,
@@ -325,10 +325,10 @@ class Probes(MPI.Intracomm):
         status: MPI.Status | None = None,
     ) -> Any:
         """Send a Python object and receive another; see mpi4py."""
-        kept = self._messages.unexpected.take(source, recvtag)
-        if kept is None:
+        if not self._messages.unexpected.queued:
             return sendrecv_object(self, sendobj, dest, sendtag, recvbuf, source, recvtag, status)
         request = self.isend(sendobj, dest, sendtag)
-        received = kept.recv(status)
-        request.wait()
-        return received
+        try:
+            return self.recv(recvbuf, source, recvtag, status)
+        finally:
+            request.wait()

@@ -87,7 +87,8 @@ class Messages:
     def _array_buffer(self, array: Any, name: str) -> ReceiveBuffer:
         """Return the buffer of a receive into a NumPy array. Raises the errors of `parse` if it cannot receive."""
         flags, nbytes = array.flags, array.nbytes
-        if not (flags.forc and flags.writeable):
+        # MPI would not see the references of Python objects if it gets staging memory.
+        if not (flags.forc and flags.writeable) or array.dtype.hasobject:
             parse_any(array, True, name)  # raises
         # MPI gets the array itself if a header fits into it.
         staging = self._acquire_staging(nbytes) if nbytes < HEADER_NBYTES else None

@@ -126,7 +126,7 @@ class Rendezvous:
                 return None
             if not self.has_begun:
                 self.begin("Recv")
-            if len(self._peer_slots) == _CACHE_SIZE:
+            if len(self._peer_slots) >= _CACHE_SIZE:
                 self._peer_slots.clear()
             slot = self._peer_slots[key] = self._open_slot(header, source)
         if nbytes > slot.capacity:
@@ -239,7 +239,10 @@ class Rendezvous:
     @contextlib.contextmanager
     def _scratch(self, nbytes: int) -> Iterator[int]:
         """Give the address of device memory in a ``with`` block, at whose end no work uses it any more."""
-        scratch = self._spare_scratch.pop() if self._spare_scratch else GrowingScratch(self.device)
+        try:
+            scratch = self._spare_scratch.pop()
+        except IndexError:
+            scratch = GrowingScratch(self.device)
         yield scratch.of(nbytes)
         self._spare_scratch.append(scratch)  # not after an exception, when work may still use it
 

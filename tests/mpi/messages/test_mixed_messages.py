@@ -61,7 +61,7 @@ def test_probes_tell_the_size_and_take_nothing_away(rig: Rig) -> None:
     assert not comm.Iprobe()
 
 
-def test_python_objects_of_the_length_of_a_description(rig: Rig) -> None:
+def test_python_objects_of_the_length_of_a_header(rig: Rig) -> None:
     sent = next(b"x" * n for n in range(HEADER_NBYTES) if len(MPI.pickle.dumps(b"x" * n)) == HEADER_NBYTES)
     takes: list[Callable[[], object]] = [
         lambda: rig.comm.recv(),
@@ -72,6 +72,8 @@ def test_python_objects_of_the_length_of_a_description(rig: Rig) -> None:
         request, status = rig.comm.isend(sent, rig.right), MPI.Status()
         rig.comm.Probe(status=status)
         assert status.Get_count(MPI.BYTE) == HEADER_NBYTES
+        with pytest.raises(MPI.Exception):
+            rig.comm.sendrecv(None, rig.size)  # receives nothing
         assert take() == sent
         request.wait()
 
@@ -89,6 +91,9 @@ def test_a_bad_receive_sends_nothing(rig: Rig, method: str) -> None:
             call(array, rig.right, 1, rig.empty(LARGE), source, tag)
     with pytest.raises(InvalidUsageError, match="sendbuf"):
         call([np.zeros(2), 5], rig.right, 1, rig.empty(LARGE), rig.left, 1)
+    objects = np.array([None])  # shorter than a header, so MPI would get other memory
+    with pytest.raises(InvalidUsageError, match="recvbuf has elements of type object"):
+        call(np.zeros(1), rig.right, 1, objects, rig.left, 1)
     rig.comm.Barrier()
     assert not rig.comm.Iprobe(rig.left)
 
