@@ -59,9 +59,9 @@ class PeerSlot:
 class Rendezvous:
     """The outbox of this rank, and the blocks of peers' outboxes that this rank has opened: a `Shared`.
 
-    All methods are local, from any thread. Ranks set nothing up together. A header holds the handle of the block with
-    its message, and the receiver opens the block and keeps it open. If a wait on the device runs out of time, the
-    device's `check` raises the error.
+    All methods are local, from any thread. No collective call precedes a message. A header holds the handle of the
+    block with its message, and the receiver opens the block and keeps it open. If a wait on the device runs out of
+    time, the device's `check` raises the error.
 
     The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header. ``gpu`` returns the device of
     the communicator. There is no reference to the communicator itself. A symmetric array refers to its domain, and the
@@ -108,7 +108,7 @@ class Rendezvous:
                 self.device, self._steps = device, device.message_steps()
                 self.outbox = Outbox(device, self._secret, self._most_nbytes)
                 self.reserve = self.outbox.reserve
-                # Last: messages of other threads look at it without the lock, and then take what is set above.
+                # Last, because other threads read it without the lock, and then use what is set above.
                 self.has_begun = True
                 release_before_finalize(self)
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.cluster.process import close_after
+from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.session import Session
@@ -154,7 +155,7 @@ class SymmetricArray:
             )
         target = self._segments[index].pointer + offset * self.dtype.itemsize
         backend = self._owner.backend
-        backend.copy(target, _pointer(source), source.nbytes, backend.stream(stream, src))
+        backend.copy(target, address_of(source), source.nbytes, backend.stream(stream, src))
 
     def get(self, peer: int, out: Any = None, *, stream: Any = None) -> Any:
         """Copy the whole part of ``peer`` into ``out``, or into a new array of this shape, and return it. Local.
@@ -171,7 +172,7 @@ class SymmetricArray:
         if not _writable(target):
             raise InvalidUsageError("out is read-only: pass an array that can be written")
         backend = self._owner.backend
-        backend.copy(_pointer(target), self._segments[index].pointer, self.nbytes, backend.stream(stream, out))
+        backend.copy(address_of(target), self._segments[index].pointer, self.nbytes, backend.stream(stream, out))
         return out
 
     def signal(self, peer: int, *, stream: Any = None) -> None:
@@ -242,23 +243,25 @@ class SymmetricArray:
         converted = self._owner.backend.asarray(array, name)
         if converted.dtype != self.dtype:
             raise InvalidUsageError(f"{name} has dtype {converted.dtype}, the array {self.dtype}: convert it first")
-        require_contiguous(converted, name)
+        _require_contiguous(converted, name)
         return converted
 
 
-def require_contiguous(array: Any, name: str) -> None:
-    """Raise `InvalidUsageError` for an array that is not C-contiguous."""
+def shareable_array(backend: Backend, array: Any, name: str) -> Any:
+    """Return an array of the caller as NumPy's or CuPy's. Raises `InvalidUsageError` if peers cannot access it."""
+    view = backend.asarray(array, name)
+    _require_contiguous(view, name)
+    if not _writable(view):
+        raise InvalidUsageError(f"{name} is read-only, and peers could write it: pass an array that can be written")
+    return view
+
+
+def _require_contiguous(array: Any, name: str) -> None:
     if not array.flags.c_contiguous:
         raise InvalidUsageError(
             f"{name} of shape {array.shape} with strides {array.strides} is not C-contiguous: copy it first "
             "(numpy.ascontiguousarray, cupy.ascontiguousarray)"
         )
-
-
-def require_writable(array: Any, name: str) -> None:
-    """Raise `InvalidUsageError` for an array that must not be written."""
-    if not _writable(array):
-        raise InvalidUsageError(f"{name} is read-only, and peers could write it: pass an array that can be written")
 
 
 def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -289,6 +292,7 @@ def _writable(array: Any) -> bool:
     return bool(getattr(array.flags, "writeable", True))
 
 
-def _pointer(array: Any) -> int:
+def address_of(array: Any) -> int:
+    """Return the address of an array of NumPy or CuPy."""
     # NumPy's `data` is a memoryview, which some dtypes (bfloat16, dates) do not allow.
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

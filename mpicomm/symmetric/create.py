@@ -16,7 +16,7 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedSegments, SignalPad, SuspendedContent, share
-from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
+from mpicomm.symmetric.array import SymmetricArray, checked_shape, shareable_array
 
 
 class SharedEvent:
@@ -93,7 +93,7 @@ def empty(owner: Session, shape: int | Sequence[int], dtype: npt.DTypeLike, *, z
             on_failure.callback(segment.close)
             view = backend.view(segment, sizes, element)
             if zero:
-                # Before the exchange that tells the peers of this memory, because it could wipe out a peer's first put.
+                # Before the exchange publishes the memory, because this could overwrite a peer's first put.
                 backend.zero(segment.pointer, nbytes)
             on_failure.pop_all()
         return segment, view
@@ -107,9 +107,7 @@ def register(owner: Session, array: Any) -> SymmetricArray:
 
     def describe() -> str:
         nonlocal view
-        view = owner.backend.asarray(array)
-        require_contiguous(view, "array")
-        require_writable(view, "array")
+        view = shareable_array(owner.backend, array, "array")
         return _signature(*checked_shape(view.shape, view.dtype))
 
     return _array(owner, "register", describe, lambda: (owner.backend.adopt(view), view), sealed=False)
@@ -152,7 +150,7 @@ def _array(
     view: Any = None
 
     def clear_and_provide() -> Segment:
-        # Before the exchange that tells the peers of this array, because it could wipe out a peer's first signal.
+        # Before the exchange publishes the array, because this could overwrite a peer's first signal.
         nonlocal view
         owner.pads.clear(pads[0])
         segment, view = provide()

@@ -70,7 +70,7 @@ class LocalBuffer:
     elements: TypedElements
     on_device: bool
     array: Any
-    """The array of the argument, whose library says which stream is current."""
+    """The array of the argument, whose library has the current stream."""
 
     @property
     def nbytes(self) -> int:

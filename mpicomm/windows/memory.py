@@ -23,7 +23,7 @@ from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.errors import RefusedByMpiError
 from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedMemory, SharedSegments, SuspendedContent, share
-from mpicomm.symmetric.array import require_contiguous, require_writable
+from mpicomm.symmetric.array import address_of, shareable_array
 
 BYTES = np.dtype(np.uint8)
 _ENTRIES = 256
@@ -134,11 +134,8 @@ def checked_part(nbytes: Any, disp_unit: Any, what: str) -> Part:
 
 def adopt_memory(owner: Session, array: Any) -> tuple[int, Provider]:
     """Return the bytes of an array of the caller, and a provider of its memory. Raises for unusable memory. Local."""
-    backend = owner.backend
-    view = backend.asarray(array, "memory")
-    require_contiguous(view, "memory")
-    require_writable(view, "memory")
-    return view.nbytes, lambda: backend.adopt(view)
+    view = shareable_array(owner.backend, array, "memory")
+    return view.nbytes, lambda: owner.backend.adopt(view)
 
 
 def share_window(
@@ -170,7 +167,7 @@ def share_boards(owner: Session, what: str) -> SharedSegments:
         backend = owner.backend
         segment = backend.allocate(owner.kind, BOARD_NBYTES)
         try:
-            # Before the exchange that tells the peers of the board, because it could wipe out a peer's first signal.
+            # Before the exchange publishes the board, because this could overwrite a peer's first signal.
             backend.zero(segment.pointer, BOARD_NBYTES)
         except Exception:
             segment.close()
@@ -205,7 +202,7 @@ class Directory(SharedMemory):
         entry.number = a new number            read entry.content (A), fence, read entry.number again
 
     The fences publish the content with the number. Without them the other rank could see the number with an older
-    content. The second look finds an entry that its owner changes meanwhile. Each entry has one writer.
+    content. The second read detects an entry that its owner changes meanwhile. Each entry has one writer.
 
     Construction is collective; all other methods are local.
     """
@@ -260,7 +257,7 @@ class Directory(SharedMemory):
 
 
 class DynamicMemory(WindowMemory):
-    """The attached memory of all ranks. A displacement is an address on its rank, as ``MPI.Get_address`` says it.
+    """The attached memory of all ranks. A displacement is an address on its rank, as ``MPI.Get_address`` returns it.
 
     A rank opens memory of another rank at its first access. So memory must stay allocated until the window is freed, or
     until no rank accesses it again.
@@ -275,9 +272,7 @@ class DynamicMemory(WindowMemory):
     def attach(self, array: Any) -> None:
         """Let other ranks access an array of this rank's device; local. It stays the caller's."""
         backend = self.owner.backend
-        view = backend.asarray(array, "memory")
-        require_contiguous(view, "memory")
-        require_writable(view, "memory")
+        view = shareable_array(backend, array, "memory")
         segment = backend.adopt(view)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(segment.close)
@@ -298,9 +293,8 @@ class DynamicMemory(WindowMemory):
         self._attached[segment.pointer] = segment
 
     def detach(self, array: Any) -> None:
-        """Let other ranks access an array no more; local. Their accesses must be over."""
-        view: Any = self.owner.backend.asarray(array, "memory")
-        address = int(view.ctypes.data if hasattr(view, "ctypes") else view.data.ptr)
+        """Let other ranks access an array no more; local. Their accesses must be complete."""
+        address = address_of(self.owner.backend.asarray(array, "memory"))
         self._directory.remove(address)
         self._attached.pop(address).close()
 

@@ -365,7 +365,7 @@ class WindowCalls(Synchronisation):
         return resolved, captures
 
     def _array_of(self, local: LocalBuffer) -> Any:
-        """Return the array whose library says which stream is current."""
+        """Return the array whose library has the current stream."""
         return local.array if local.on_device else self._array
 
     def _is_proc_null(self, what: str, target_rank: int) -> bool:
