@@ -215,10 +215,11 @@ class PointToPoint(MPI.Intracomm):
                 return
             except host_calls.REFUSALS:
                 pass  # as bytes below
-        send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
-        envelope = source, recvtag
-        if algorithm == "auto" and self._messages.exchange_device_arrays(*send, recvbuf, envelope, status, stream):
+        if algorithm == "auto" and self._messages.exchange_device_arrays(
+            sendbuf, dest, sendtag, recvbuf, source, recvtag, status, stream
+        ):
             return
+        send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
         self._transfer(sendrecv, send, receive, stream, algorithm, status)
 
     def Sendrecv_replace(

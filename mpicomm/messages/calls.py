@@ -242,7 +242,8 @@ class Messages:
         dest: int,
         sendtag: int,
         receive: Any,
-        envelope: tuple[int, int],
+        source: int,
+        recvtag: int,
         status: MPI.Status | None,
         stream: Any,
     ) -> bool:
@@ -281,14 +282,14 @@ class Messages:
         staging = self._acquire_staging(capacity)
         seen = staging.status if status is None else status
         try:
-            sendrecv(self._comm, slot.header, dest, sendtag, staging.spec, *envelope, seen)
+            sendrecv(self._comm, slot.header, dest, sendtag, staging.spec, source, recvtag, seen)
         except Exception as error:
             if _sends_nothing(error):
                 rendezvous.withdraw(slot, resolved)
             raise
         found = None
         if seen.Get_count(_byte) == HEADER_NBYTES:
-            found = rendezvous.resolve_header(staging.content, seen.source)
+            found = rendezvous.resolve_header(staging.content, seen)
         peer_slot, arrived = (None, 0) if found is None else found
         if peer_slot is None or arrived > capacity or device.waits_beside(resolved, receive):
             endpoint = Endpoint("Sendrecv", receive, received[0], capacity, resolved, device, True)

@@ -126,7 +126,7 @@ class ReceiveBuffer:
         staging = self.staging
         if nbytes == HEADER_NBYTES and self.rendezvous.expects_headers:
             content = array_at(self.pointer, nbytes, _BYTES).data if staging is None else staging.content
-            found = self.rendezvous.resolve_header(content, status.source)
+            found = self.rendezvous.resolve_header(content, status)
             if found is not None:
                 self.slot, self.nbytes = found
                 status.Set_elements(_byte, self.nbytes)

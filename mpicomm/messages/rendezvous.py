@@ -112,11 +112,11 @@ class Rendezvous:
                 self.has_begun = True
                 release_before_finalize(self)
 
-    def resolve_header(self, content: memoryview, source: int) -> tuple[PeerSlot, int] | None:
+    def resolve_header(self, content: memoryview, status: MPI.Status) -> tuple[PeerSlot, int] | None:
         """Return the slot and the bytes of the message whose header MPI has received into ``content``.
 
-        Return None for data of the length of a header. Raises `HandleError` for a damaged header, or if the slot cannot
-        be opened.
+        ``status`` is the status of the receive. Return None for data of the length of a header. Raises `HandleError`
+        for a damaged header, or if the slot cannot be opened.
         """
         key, nbytes = PREFIX.unpack_from(content)
         slot = self._peer_slots.get(key)
@@ -128,7 +128,7 @@ class Rendezvous:
                 self.begin("Recv")
             if len(self._peer_slots) >= _CACHE_SIZE:
                 self._peer_slots.clear()
-            slot = self._peer_slots[key] = self._open_slot(header, source)
+            slot = self._peer_slots[key] = self._open_slot(header, status.source)
         if nbytes > slot.capacity:
             require_fits(nbytes, slot.capacity)
         return slot, nbytes
