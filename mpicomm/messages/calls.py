@@ -133,62 +133,52 @@ class Messages:
         mark: Any = None,
         before: Callable[[], bool] | None = None,
     ) -> DeferredRequest:
-        """Return the request of a receive that MPI has begun; see `_receive`."""
+        """Return the request of a receive that MPI has begun. ``before`` is as in `start_receive`.
+
+        ``fill_source`` corrects the status that MPI fills. ``mark`` lies in the user's stream, and the copies into a
+        device array follow it.
+        """
         status = MPI.Status()
-        steps = self._receive(buffer, device, request, status, fill_source, mark, before)
+
+        def steps() -> Iterator[bool]:
+            """Yield False until the message is in the user's memory, or the receive was cancelled, and then True."""
+            while before is not None and not before():
+                yield False
+            while not request.Test(status):
+                yield False
+            cancelled = status.Is_cancelled()
+            if fill_source is not None and not cancelled:
+                fill_source(status)
+            if not cancelled and buffer.accept(status):
+                streams = device.side_streams
+                # A delivery that waits for its stream would also wait for the user's work, and this thread would
+                # complete no other request.
+                while mark is not None and buffer.waits_for_stream and not streams.passed(mark):
+                    yield False
+                # The copies may wait for the sender. On the user's stream they would hold up its later work, and other
+                # receives.
+                side = streams.take(mark)
+                try:
+                    buffer.deliver(side)
+                    delivered = device.completion(side)
+                except BaseException:
+                    streams.give_back(side)
+                    raise
+                while not delivered():
+                    yield False
+                # `delivered` has seen the event behind the last work of the stream. If the stream came back before, the
+                # copies of the next receive could wait there for this sender.
+                streams.give_back(side, is_idle=True)
+            if buffer.staging is not None:
+                self._release_staging(buffer.staging, buffer)
+            yield True
 
         def cancel() -> None:
             if request:  # MPI frees it when it has received the message
                 request.Cancel()
 
-        work = DeferredRequest.of(steps.__next__, device.check, status, cancel)
+        work = DeferredRequest.of(steps().__next__, device.check, status, cancel)
         return self._progress_thread.add(work, device.prepare_thread)
-
-    def _receive(
-        self,
-        buffer: ReceiveBuffer,
-        device: GpuBackend,
-        request: MPI.Request,
-        status: MPI.Status,
-        fill_source: FillSource | None,
-        mark: Any,
-        before: Callable[[], bool] | None,
-    ) -> Iterator[bool]:
-        """Yield False until the message is in the user's memory, or the receive was cancelled, and then True.
-
-        ``fill_source`` corrects the status that MPI fills. ``mark`` lies in the user's stream, and the copies into a
-        device array follow it. ``before`` is as in `start_receive`.
-        """
-        while before is not None and not before():
-            yield False
-        while not request.Test(status):
-            yield False
-        cancelled = status.Is_cancelled()
-        if fill_source is not None and not cancelled:
-            fill_source(status)
-        if not cancelled and buffer.accept(status):
-            streams = device.side_streams
-            # A delivery that waits for its stream would also wait for the user's work, and this thread would complete
-            # no other request.
-            while mark is not None and buffer.waits_for_stream and not streams.passed(mark):
-                yield False
-            # The copies may wait for the sender. On the user's stream they would hold up its later work, and other
-            # receives.
-            side = streams.take(mark)
-            try:
-                buffer.deliver(side)
-                delivered = device.completion(side)
-            except BaseException:
-                streams.give_back(side)
-                raise
-            while not delivered():
-                yield False
-            # `delivered` has seen the event behind the last work of the stream. If the stream came back before, the
-            # copies of the next receive could wait there for this sender.
-            streams.give_back(side, is_idle=True)
-        if buffer.staging is not None:
-            self._release_staging(buffer.staging, buffer)
-        yield True
 
     def exchange(
         self,

@@ -34,10 +34,9 @@ _EMPTY = np.empty(0, np.uint8)
 
 @dataclass(slots=True)
 class SendBuffer:
-    """The host buffer that MPI sends. ``owner`` keeps its memory alive until the send is complete."""
+    """The host buffer that MPI sends."""
 
     spec: Any
-    owner: Any = None
     withdraw: Callable[[], None] | None = None
     """Releases the slot of a message whose header MPI has not sent."""
 
@@ -108,7 +107,7 @@ class Outgoing:
         streams, overlaps = device.side_streams, sent.is_flat and sent.nbytes > rendezvous_header.LEAST_PIECE_NBYTES
         with SideStream(streams, streams.mark(stream)) if overlaps else contextlib.nullcontext(stream) as copies:
             buffer = self.stage(send, sent, dest, copies)
-            return self._sending(buffer.post(send, self._comm, dest, tag), device, copies, buffer)
+            return self._sending(buffer.post(send, self._comm, dest, tag), device, copies, (sent, buffer))
 
     def start_send_device_array(self, buf: Any, dest: int, tag: int, stream: Any) -> DeferredRequest | None:
         """As `read` and `start_send` of a plain device array that kernels copy. Return None for other calls.
@@ -155,7 +154,7 @@ class Outgoing:
         if slot is None or sent.device is None or stream is None:
             return self._stage_eager(sent, dest, stream)
         self._rendezvous.fill(slot, sent, stream)
-        return SendBuffer(slot.header, sent, partial(self._rendezvous.withdraw, slot, stream))
+        return SendBuffer(slot.header, partial(self._rendezvous.withdraw, slot, stream))
 
     def _reserve(self, send: Send, sent: Endpoint, dest: int) -> OutboxSlot | None:
         """Return a slot in the outbox for a message, or None if MPI carries the data or the outbox has no room."""
