@@ -185,7 +185,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     comm.cache.engine.enqueue = lambda plan, *_: enqueued.append(plan)
     comm._session.require_usable = lambda plan: None
     marks = SimpleNamespace(mark=lambda stream: None, wait_stream=lambda *_: None)
-    comm._internals = SimpleNamespace(disable_votes=lambda: None, register_stream=lambda *_: marks, plan_cache=comm.cache)
+    comm._internals = SimpleNamespace(
+        disable_votes=lambda: None, register_stream=lambda *_: marks, plan_cache=comm.cache
+    )
     calls, ours = collectives_of(comm)["all_reduce"], streams.Streams(comm)
     ours.devices, ours._plans = [], comm.cache  # futures of this PyTorch may have no GPU
 
