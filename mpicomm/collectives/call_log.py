@@ -217,12 +217,12 @@ class CallLog(SharedMemory):
 
     def _last(self, index: int) -> str:
         """Return the last call of a rank, with a remark if that rank has posted fewer calls than this rank."""
-        words = self._words[index]
-        text, call = None, -1
-        while text is None and call != (call := words[layout.POSTS]):  # else that rank has made another call meanwhile
-            if call == 0:
-                return _NEVER_CALLED
+        words, text, call = self._words[index], None, 0
+        while text is None and call != words[layout.POSTS]:  # that rank may post calls meanwhile, and overwrite texts
+            call = words[layout.POSTS]
             text = self._text(index, call)
+        if call == 0:
+            return _NEVER_CALLED
         late = " (its previous call: it has not made this one yet)" if index in self.behind() else ""
         return (text or _OVERWRITTEN) + late
 

@@ -42,7 +42,7 @@ _WORD = 8
 _LINE = 128  # bytes; words with different writers are on different cache lines, and on different pairs of lines
 _PAGE = 4096
 _EPOCHS = 2**32 - 1
-_PATIENCE_S = 0.5
+_PATIENCE_S = 0.5  # how long a wait goes on before it looks whether the calls of the ranks differ
 _OFFSET_BITS = 32  # the bits of the content word for the message's offset in the slots; the others are its length
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 # A copy takes up to twice as long if source and target have different offsets in their cache lines. NumPy's large
