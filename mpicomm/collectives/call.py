@@ -105,7 +105,7 @@ class Call:
         """The host arrays with elements in a call on GPUs, as if in device memory, and whether each receives."""
         self._neighbor_blocks: tuple[Sequence[Elements], Sequence[Elements]] | None = None
         """The blocks to all ranks and from all ranks, if the call is one of neighbours on GPUs."""
-        self._cuts: list[tuple[int, int]] = []
+        self._block_hashes: tuple[tuple[int, int], ...] = ()
         if self.on_device:
             self._read_for_kernels()
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
@@ -224,7 +224,7 @@ class Call:
         dtype = self.dtype if self.operation.reduces else _BYTE
         root, op = self.arguments.root, self.op or ""
         for_result = 0 if any(blocks.in_scratch) or not blocks.nbytes else scratch
-        return Buffers(self._rank, self._size, dtype, sends, receives, op, root, self._cuts, for_result)
+        return Buffers(self._rank, self._size, dtype, sends, receives, op, root, self._block_hashes, for_result)
 
     @property
     def _length(self) -> int:
@@ -297,7 +297,7 @@ class Call:
         self.send = self.receive if in_place else on_device(self.send)
         if self.neighborhood is not None:
             assert self.send is not None and self.receive is not None
-            to_ranks, from_ranks, self._cuts = blocks_for_ranks(
+            to_ranks, from_ranks, self._block_hashes = blocks_for_ranks(
                 operation, self.send, self.receive, self.neighborhood, self._rank, self._size
             )
             self._neighbor_blocks = to_ranks, from_ranks

@@ -65,7 +65,7 @@ class Exchange:
     move: tuple[Span, Span] | None = None
     """After the exchange this rank copies the first span to the second. Other ranks take no part in the copy."""
 
-    cuts: tuple[tuple[int, int], ...] = ()
+    block_hashes: tuple[tuple[int, int], ...] = ()
     """For each rank a hash of the lengths of the blocks to it, and of those from it. Two neighbours may agree in the
     bytes of a message and still differ in its blocks. Empty if each rank sends one block to each rank."""
 

@@ -136,8 +136,8 @@ def _with_displacements(operand: Operand, order: Sequence[int]) -> Any:
 
 def blocks_for_ranks(
     operation: Operation, send: Operand, receive: Operand, neighborhood: Neighborhood, rank: int, size: int
-) -> tuple[list[Elements], list[Elements], list[tuple[int, int]]]:
-    """Return the block to each rank, the block from each rank, and the `Exchange.cuts` of both.
+) -> tuple[list[Elements], list[Elements], tuple[tuple[int, int], ...]]:
+    """Return the block to each rank, the block from each rank, and the `Exchange.block_hashes` of both.
 
     The block of a rank joins all blocks of that neighbour, one after the other. Raises `InvalidUsageError` if this rank
     is its own neighbour, and its blocks to itself differ from its blocks from itself.
@@ -153,8 +153,8 @@ def blocks_for_ranks(
             f"{operation}: this rank is its own neighbour, and its blocks of {sent} bytes do not fit its blocks of "
             f"{received} bytes: they must be equal"
         )
-    cuts = [(_hash_of_lengths(to), _hash_of_lengths(of)) for to, of in zip(to_ranks, from_ranks, strict=True)]
-    return _joined(send.pointer, to_ranks), _joined(receive.pointer, from_ranks), cuts
+    hashes = tuple(zip(map(_hash_of_lengths, to_ranks), map(_hash_of_lengths, from_ranks), strict=True))
+    return _joined(send.pointer, to_ranks), _joined(receive.pointer, from_ranks), hashes
 
 
 def _blocks_of_ranks(operand: Operand, numbers: Sequence[Sequence[int]], blocks: int) -> list[list[Elements]]:

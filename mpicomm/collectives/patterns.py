@@ -40,8 +40,8 @@ class Buffers:
     """The output."""
     op: str = ""
     root: int = 0
-    cuts: Sequence[tuple[int, int]] = ()
-    """See `Exchange.cuts`."""
+    block_hashes: tuple[tuple[int, int], ...] = ()
+    """See `Exchange.block_hashes`."""
     scratch: int = 0
     """The address of memory for this rank's result of a reduce-scatter in place: see `reduce_scatter`."""
 
@@ -159,8 +159,8 @@ def scatter(b: Buffers) -> Exchange:
 
 def alltoall(b: Buffers) -> Exchange:
     """Block r of rank s's output is block s of rank r's input; any counts and displacements, as in Alltoallv."""
-    targets = (b.receives[b.rank],) * b.size
-    return Exchange(b.dtype, tuple(b.sends or b.receives), tuple(b.receives), targets=targets, cuts=tuple(b.cuts))
+    sends, targets = tuple(b.sends or b.receives), (b.receives[b.rank],) * b.size
+    return Exchange(b.dtype, sends, tuple(b.receives), targets=targets, block_hashes=b.block_hashes)
 
 
 def bcast(b: Buffers) -> Exchange:

@@ -101,8 +101,8 @@ def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Ite
     leaving, arriving = ([(rank, each[rank]) for rank in layout.elsewhere] for each in (sends, b.receives))
     yield NetworkStep.of(b.dtype, leaving, arriving)
     here = [sends[rank] for rank in layout.ranks], [b.receives[rank] for rank in layout.ranks]
-    cuts = [b.cuts[rank] for rank in layout.ranks] if b.cuts else ()
-    yield Local(ALLTOALLV, in_domain(layout, b.dtype, sends=here[0], receives=here[1], cuts=cuts))
+    hashes = tuple(b.block_hashes[rank] for rank in layout.ranks) if b.block_hashes else ()
+    yield Local(ALLTOALLV, in_domain(layout, b.dtype, sends=here[0], receives=here[1], block_hashes=hashes))
 
 
 def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:

@@ -104,8 +104,8 @@ class Calls:
         expected = ring_reduced(op, parts) if algorithm == "ring" else self._reduced(op, parts)
         return lambda: self._require(targets, [expected if size > 1 else parts[0]] * size)
 
-    def alltoallv(self, counts: Array, cuts: Sequence[tuple[int, int]] = ()) -> Check:
-        """Rank a sends ``counts[a][b]`` bytes to rank b; ``cuts`` are those of an `Exchange`."""
+    def alltoallv(self, counts: Array, block_hashes: tuple[tuple[int, int], ...] = ()) -> Check:
+        """Rank a sends ``counts[a][b]`` bytes to rank b; ``block_hashes`` are those of an `Exchange`."""
         ranks, dtype = range(self._rig.size), np.dtype(np.uint8)
         data = [[self._bytes(int(counts[a][b])) for b in ranks] for a in ranks]
         targets = []
@@ -116,7 +116,7 @@ class Calls:
             ]
             targets.append([target for _, target in places])
             sends, receives = ([self._span(place) for place in side] for side in zip(*places, strict=True))
-            exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, cuts=cuts)
+            exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, block_hashes=block_hashes)
             self._run(rank, exchanges)
 
         def check() -> None:

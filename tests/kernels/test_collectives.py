@@ -243,7 +243,8 @@ def different() -> Iterator[tuple[str, Different]]:
         each = [lengths(nbytes) for nbytes in (100, taken, 100)]
         yield f"lengths of a message-{taken}", Different(packets, "alltoallv", each, later=taken == 0)
     both_ways = np.array([[0, 100], [100, 0]])
-    yield "cuts of a message", Different(packets, "alltoallv", [(both_ways, [cut] * 2) for cut in ((0, 7), (8, 0))])
+    calls = [(both_ways, (hashes, hashes)) for hashes in ((0, 7), (8, 0))]
+    yield "blocks of a message", Different(packets, "alltoallv", calls)
     packets, given = (
         partial(packet_rig, timeout_s=5, inbox_nbytes=QUANTIZED_INBOX),
         [("bfloat16", "sum", 700, "two_shot")],

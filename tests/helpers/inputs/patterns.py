@@ -110,9 +110,9 @@ def alltoall(
     sends: Spans,
     receives: Spans,
     operation: Operation = operations.ALLTOALLV,
-    cuts: Sequence[tuple[int, int]] = (),
+    block_hashes: tuple[tuple[int, int], ...] = (),
 ) -> Pattern:
-    return Pattern(operation, Buffers(rank, size, dtype, sends, receives, cuts=cuts))
+    return Pattern(operation, Buffers(rank, size, dtype, sends, receives, block_hashes=block_hashes))
 
 
 def bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int, algorithm: str = "one_shot") -> Pattern:

@@ -107,13 +107,13 @@ def exchange(parts: Sequence[Part]) -> None:
     for part in parts:
         part.pack()
     found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
-    cuts = [part.exchange.cuts or ((0, 0),) * len(parts) for part in parts]
+    hashes = [part.exchange.block_hashes or ((0, 0),) * len(parts) for part in parts]
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):
             (sent, _), (_, received) = part.exchange.nbytes_with(peer), other.exchange.nbytes_with(rank)
-            (cut, _), (_, expected_cut) = cuts[rank][peer], cuts[peer][rank]
+            (sent_hash, _), (_, expected_hash) = hashes[rank][peer], hashes[peer][rank]
             assert sent == received, f"rank {rank} sends {sent} bytes where rank {peer} expects {received}"
-            assert cut == expected_cut, f"rank {rank} sends other blocks than rank {peer} expects"
+            assert sent_hash == expected_hash, f"rank {rank} sends other blocks than rank {peer} expects"
             source = part.exchange.sends[peer]
             if sent and source is not None:
                 data = array_at(source.pointer, sent, np.dtype(np.uint8)).copy()

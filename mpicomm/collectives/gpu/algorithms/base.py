@@ -150,7 +150,7 @@ class Form:
     epilogue: BoundEpilogue | None = None
     wire: tuple[Wire, np.dtype[Any]] | None = None
     """How elements travel quantized, and their type; None if they travel as they are."""
-    cuts: tuple[tuple[int, int], ...] = ()
+    block_hashes: tuple[tuple[int, int], ...] = ()
     gaps: tuple[Gaps | None, ...] = ()
     """The gaps in each block; empty if no block has gaps."""
 
@@ -182,16 +182,15 @@ class Form:
         elif may_stay and not operation.reduces and sends and receives:
             stays = b.sends[b.rank if sends > 1 else 0] == b.receives[b.rank if receives > 1 else 0]
         dtype = b.dtype if operation.reduces else _BYTE
-        return cls(
-            operation, b.rank, b.size, dtype, b.op, b.root, sends, receives, stays=stays, cuts=tuple(b.cuts), **others
-        )
+        others |= {"stays": stays, "block_hashes": b.block_hashes}
+        return cls(operation, b.rank, b.size, dtype, b.op, b.root, sends, receives, **others)
 
     @property
     def key(self) -> Hashable:
         """All of the form that launchers depend on. Each call brings its own epilogue of the same kind."""
         finish = self.epilogue and (type(self.epilogue), self.epilogue.row_nbytes)
-        facts = self.operation, self.rank, self.size, self.dtype, self.op, self.root, self.wire, finish, self.cuts
-        return *facts, self.gaps, self.sends, self.receives, self.in_place, self.stays
+        facts = self.operation, self.rank, self.size, self.dtype, self.op, self.root, self.wire, finish
+        return *facts, self.block_hashes, self.gaps, self.sends, self.receives, self.in_place, self.stays
 
     @property
     def itemsize(self) -> int:
@@ -272,7 +271,7 @@ class Form:
         sent, received = blocks[: self.sends], blocks[self.sends :]
         if self.in_place:
             received = [Span(sent[0].pointer, sent[self.rank if len(sent) > 1 else 0].count)]
-        return Buffers(self.rank, self.size, dtype, sent, received, self.op, self.root, self.cuts)
+        return Buffers(self.rank, self.size, dtype, sent, received, self.op, self.root, self.block_hashes)
 
 
 Numbers = tuple[list[int], list[int], int, int, Mapped | None, BoundEpilogue | None]

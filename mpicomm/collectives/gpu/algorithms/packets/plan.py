@@ -228,10 +228,10 @@ class PacketLauncher(KernelTemplate, FormLauncher):
             values.append(tag)
         else:
             # MPI lets ranks pass different counts. So the tag of each pair of ranks also contains the bytes that go
-            # each way, and how these bytes are cut. A packet that no rank takes would stay in its slot, and a later
+            # each way, and the hash of their blocks. A packet that no rank takes would stay in its slot, and a later
             # call would take it as its own data.
-            for low, low_cut, high, high_cut in self._tagged:
-                values.append(crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut)))
+            for low, low_hash, high, high_hash in self._tagged:
+                values.append(crc32(_pack_pair(tag, values[low], low_hash, values[high], high_hash)))
         pick, sources, targets = self._pick, self._sources, self._targets
         if self._reduces and not values[self._output_nbytes]:
             pick, sources, targets = self._pick_idle, 0, 0
@@ -309,7 +309,7 @@ class PacketLauncher(KernelTemplate, FormLauncher):
 
 
 def _pairs(exchange: Exchange, rank: int, length: Index) -> list[tuple[int, int, int, int]]:
-    """Return for each peer the lengths of the data from the lower rank and from the higher rank, each with its cut.
+    """Return for each peer the lengths of the data from the lower rank and from the higher rank, each with its hash.
 
     So both ranks of a pair make the same tag of them.
     """
@@ -318,8 +318,8 @@ def _pairs(exchange: Exchange, rank: int, length: Index) -> list[tuple[int, int,
         for source in mine.sources:
             taken[source] = mine.output
     for peer, (sent, received) in enumerate(zip(exchange.sends, taken, strict=True)):
-        sent_cut, received_cut = exchange.cuts[peer] if exchange.cuts else (0, 0)
-        out, back = (length(sent), sent_cut), (length(received), received_cut)
+        sent_hash, received_hash = exchange.block_hashes[peer] if exchange.block_hashes else (0, 0)
+        out, back = (length(sent), sent_hash), (length(received), received_hash)
         pairs.append((*out, *back) if rank < peer else (*back, *out))
     return pairs
 
