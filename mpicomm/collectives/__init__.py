@@ -1,1 +1,1 @@
-"""Collectives: the facts of a call, the choice of its way, and the engines that carry it out."""
+"""Collectives: the facts of a call, the choice of its algorithm, and the engines that carry it out."""

@@ -95,7 +95,7 @@ class Call:
         self.joins = self.on_device and not has_device_arrays
         """Whether this rank takes part with host memory in a call on GPUs of other ranks."""
         self.has_voted = False
-        """Whether this rank has told the others where the call is: see `mpicomm.dispatch.location_votes`."""
+        """Whether this rank has voted on the location of the call: see `mpicomm.dispatch.location_votes`."""
         on_device = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
         self.device_array = array_of(on_device[0].spec) if on_device else None
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""

@@ -77,7 +77,7 @@ class Gaps(NamedTuple):
 
 @dataclass(frozen=True)
 class PackJob:
-    """Elements of a datatype at address ``memory``, and their place in packed memory."""
+    """Elements of a datatype at address ``memory``, and the offset of their packed memory."""
 
     memory: int
     layout: DatatypeLayout

@@ -197,8 +197,7 @@ class Channels(SharedMemory):
             self._calls_differ() or not wait_until(over, timeout_s - patience_s, progress)
         ):
             raise Aborted(Aborted.TIMED_OUT, peer)
-        # A message that has come also counts after an error, so that the slowest rank still gets all data that has
-        # come.
+        # Also after an error a rank takes a message that has arrived, so that the slowest rank gets all such data.
         if not ready():
             raise Aborted(Aborted.PEER_FAILED)
 
@@ -214,8 +213,8 @@ class AgreedError:
     that has published an error.
 
     Every rank decides once, for an error that some rank has published. All ranks decide for the same error, with one
-    exception. A rank looks for other errors and publishes its own error microseconds later. The system may stop the
-    rank in between for longer than `_SETTLE_S`. Then ranks that have decided keep their error, and later ranks may take
+    exception. A rank looks for other errors and publishes its own error microseconds later. If the scheduler preempts
+    the rank in between for longer than `_SETTLE_S`, ranks that have decided keep their error, and later ranks may take
     the late error. Only a lock could exclude that, and a rank could die while it holds the lock.
     """
 
@@ -257,7 +256,7 @@ class AgreedError:
         name = type(error).__name__ if type(error).__name__ in _ERRORS else PeerError.__name__
         ranks = ",".join(map(str, error.ranks))
         message = f"{name}\n{ranks}\n{error}".encode(errors="replace")[: self._slot_nbytes]
-        # This look comes as late as possible, because ranks may disagree if it is long before the publication.
+        # As late as possible, because ranks may disagree if this check is long before the publication.
         if not self.is_set():
             start = self._rank * self._slot_nbytes
             self._slots[start : start + len(message)] = message

@@ -54,7 +54,7 @@ _TWO_SHOT_THRESHOLDS = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
-"""Element types for which MPI keeps all promises of mpicomm."""
+"""Element types that MPI reduces and moves as mpicomm documents it."""
 
 FastPathCheck = Callable[..., bool]
 """Returns whether a call with these buffers, this operation if it reduces, and this root if it has one, certainly goes
