@@ -477,7 +477,7 @@ def test_the_host_reads_counts_on_the_gpu_in_all_calls_but_an_alltoallv(monkeypa
     """They may have changed. With such counts, an address may have more elements than it says."""
     assert descriptor_of([X, COUNTS]) is descriptor_of([X, (COUNTS, DISPLS)]) is None
     place = SimpleNamespace(managed=False, nbytes=1 << 20, device=0)
-    monkeypatch.setattr(descriptors, "place_of", lambda address: place)
+    monkeypatch.setattr(descriptors, "locate", lambda address: place)
     address = MPI.memory.fromaddress(1 << SLOT, 80)
     assert buffer_key([address, [1, 2], MPI.FLOAT], counts_on_device=True) is not None
     assert buffer_key([address, COUNTS, MPI.FLOAT], counts_on_device=True) is None
