@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.cluster.agreement import require_same
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import WIRE, ExpertsConfig, Received, host_view
 from mpicomm.kernels.experts import GROUP
@@ -99,9 +100,14 @@ class HostExperts:
 
     def combine(self, read_arguments: Callable[[], CombineArrays], *, weighted: bool) -> CombineArrays:
         """Fill the arrays of a combine. ``read_arguments`` raises for bad arguments."""
-        config = self._config
-        given = self._session.group.agree("Experts.combine", read_arguments)
-        received = given.received
+        config, made = self._config, list[CombineArrays]()
+
+        def values_text() -> str:
+            made.append(read_arguments())
+            return "None" if made[0].values is None else "an array"
+
+        require_same("Experts.combine: values", self._session.group.allgather("Experts.combine", values_text))
+        given, received = made[0], made[0].received
         weights = host_view(received.weights) if weighted and not config.by_token else None
         outgoing = []
         for rank, count in enumerate(host_view(received.tokens)):

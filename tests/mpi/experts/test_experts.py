@@ -233,6 +233,10 @@ def test_error_of_one_rank_on_the_host_is_an_error_of_all(host_comm: mpicomm.Com
         with pytest.raises(InvalidUsageError, match="stream=1 is for device arrays"):
             experts.dispatch(x, ids, stream=1)
         received = experts.dispatch(x, ids)
+        if comm.size > 1:
+            values = np.ones(experts.capacity, np.float32)
+            with pytest.raises(InvalidUsageError, match="values differs between ranks: "):
+                experts.combine(received.x, received, values=values if last else None)
         assert (experts.combine(received.x, received) == 1).all()
 
 
