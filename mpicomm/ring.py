@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.compare import OWN
 from mpicomm.bench.measure import CheckedCall, Measuring, Trial, machine_of
 from mpicomm.bench.operations import POISON, Content
-from mpicomm.bench.peers import OWN
 from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line

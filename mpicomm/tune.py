@@ -15,10 +15,10 @@ import numpy as np
 
 import mpicomm
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.bench import peers as contenders
+from mpicomm.bench import compare
+from mpicomm.bench.compare import Mpicomm
 from mpicomm.bench.measure import Measured, Measuring, machine_of
 from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, Content, blocks_of
-from mpicomm.bench.peers import Mpicomm
 from mpicomm.bench.report import format_time
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -82,20 +82,20 @@ def measures(measuring: Measuring, nbytes: int) -> Callable[[Subject], Measure]:
     """
     comm, machine = measuring.comm, measuring.machine
 
-    def peer(algorithm: str, registered: bool) -> Mpicomm:
+    def library(algorithm: str, registered: bool) -> Mpicomm:
         return Mpicomm(comm, machine, symmetric=registered, algorithm=algorithm).named(algorithm, 0)
 
-    arrays = {registered: [peer("auto", registered).allocate(nbytes) for _ in range(2)] for registered in (False, True)}
+    arrays = [[library("auto", registered).allocate(nbytes) for _ in range(2)] for registered in (False, True)]
     with machine.current():
         content = Content(machine.xp, _DTYPE, _OP, comm.size, nbytes // _DTYPE.itemsize, reduces=True)
 
     def measure_of(subject: Subject) -> Measure:
-        peers = [peer(algorithm, subject.kind.registered) for algorithm in subject.algorithms]
-        for each in peers:
+        libraries = [library(algorithm, subject.kind.registered) for algorithm in subject.algorithms]
+        for each in libraries:
             each.first, each.second = arrays[subject.kind.registered]
 
         def measure(case: Case) -> Measured:
-            found = contenders.measure(measuring, peers, content, case, checks=1)
+            found = compare.measure(measuring, libraries, content, case, checks=1)
             comm.check(machine.stream)
             return found
 
@@ -126,8 +126,8 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
     notes: dict[str, None] = {}
     wrong = 0
     for case in command_line.tracked(cases, str(subject)):
-        outcomes, silent = measure(case)
-        notes.update({f"- {name}: {reason}": None for name, reason in silent.items()})
+        outcomes, failures = measure(case)
+        notes.update({f"- {name}: {reason}": None for name, reason in failures.items()})
         for name, outcome in outcomes.items():
             if outcome.eager:
                 notes[f"* {name}, call by call: {outcome.eager}"] = None
@@ -217,7 +217,7 @@ def main() -> int:
     path, table = command_line.on_first_rank(comm, lambda: open_table(options.output, ranks[0].device_name))
     before = table.completed(tuning.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
 
-    run.introduce(
+    run.print_header(
         "tune",
         f"timed: {_LAUNCHES} launches of a graph of {options.iters} calls, slowest rank, median; a change of algorithm "
         f"has to gain {GAIN:.0%}",

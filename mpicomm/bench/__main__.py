@@ -1,4 +1,4 @@
-"""The program ``python -m mpicomm.bench``: opens the contenders, measures all sizes, shows the results."""
+"""The program ``python -m mpicomm.bench``: opens the libraries, measures all sizes, shows the results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from collections.abc import Mapping
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
+from mpicomm.bench.compare import (
+    OWN,
+    ROOM_NBYTES,
+    UNQUANTIZED,
+    Library,
+    Mpicomm,
+    PlainMpi,
+    mean_share,
+    measure,
+    open_libraries,
+)
 from mpicomm.bench.libraries import Nccl, Nvshmem, SymmetricNccl, TorchSymmetric
 from mpicomm.bench.measure import Measured, Measuring, machine_of
 from mpicomm.bench.operations import BARRIER, DTYPES, OPERATIONS, OPS, ROOT, Case, Content, blocks_of
-from mpicomm.bench.peers import OWN, ROOM_NBYTES, UNQUANTIZED, Mpicomm, Peer, PlainMpi, mean_share, measure, open_peers
 from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -22,7 +32,7 @@ from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import covered_dtype
 
 FACTS = [("size", "(B)", 12), ("count", "(elements)", 13), ("type", "", 15), ("redop", "", 7), ("root", "", 6)]
-PEERS: dict[str, type[Peer]] = {
+PEERS: dict[str, type[Library]] = {
     "nccl": Nccl,
     "nccl-symmetric": SymmetricNccl,
     "torch": TorchSymmetric,
@@ -103,11 +113,11 @@ def main() -> int:
     longest = max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0)
     how_called = {"symmetric": options.buffers == "symmetric", "algorithm": options.algorithm}
     wire = as_wire(options.wire_dtype)
-    contenders: list[Peer] = [Mpicomm(comm, machine, **how_called, wire=wire).named(OWN, longest)]
+    libraries: list[Library] = [Mpicomm(comm, machine, **how_called, wire=wire).named(OWN, longest)]
     if wire is not None:
-        contenders.append(Mpicomm(comm, machine, **how_called).named(UNQUANTIZED, longest))
-    opened, absent = open_peers(comm, machine, PEERS, options.compare, longest)
-    contenders += opened.values()
+        libraries.append(Mpicomm(comm, machine, **how_called).named(UNQUANTIZED, longest))
+    opened, absent = open_libraries(comm, machine, PEERS, options.compare, longest)
+    libraries += opened.values()
 
     graphs = machine.stream is not None and not (options.eager or options.vary) and options.cudagraph > 0
     # At least one call comes before a capture, because a graph cannot capture the set-up of a first call.
@@ -120,17 +130,17 @@ def main() -> int:
     with machine.current():
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
 
-    places, others = operation.places, [each.name for each in contenders if each.name != OWN]
-    own, issue = [each.name for each in contenders if each.own], machine.stream is not None and not graphs
+    places, others = operation.places, [each.name for each in libraries if each.name != OWN]
+    own, issue = [each.name for each in libraries if each.own], machine.stream is not None and not graphs
     report = Report(FACTS, places, others, ("algbw", "busbw"), own=own, issue=issue)
 
     def measure_all(case: Case) -> ResultRow:
         def measure_at(place: str) -> Measured:
-            return measure(measuring, contenders, content, case.at(place), options.check, vary=options.vary)
+            return measure(measuring, libraries, content, case.at(place), options.check, vary=options.vary)
 
         return row_of(case, {place: measure_at(place) for place in places})
 
-    return report.make(run, f"bench {operation.name}", [how, arrays], cases, measure_all, contenders, absent)
+    return report.make(run, f"bench {operation.name}", [how, arrays], cases, measure_all, libraries, absent)
 
 
 def row_of(case: Case, places: Mapping[str, Measured]) -> ResultRow:

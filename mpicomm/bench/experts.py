@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.compare import OWN, open_libraries
 from mpicomm.bench.libraries import TorchNccl
 from mpicomm.bench.measure import Call, CheckedCall, Machine, Measured, Measuring, Trial, machine_of
-from mpicomm.bench.peers import OWN, open_peers
 from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -65,7 +65,7 @@ def main() -> int:
     options.datatype = options.datatype or dtype
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=_ROUNDS, graphs=not on_host)
     with machine.current():
-        opened, absent = open_peers(comm, machine, _PEERS, options.compare)
+        opened, absent = open_libraries(comm, machine, _PEERS, options.compare)
         parts = [] if on_host else [COPY]
         report = Report([("tokens", "", 8), ("layout", "", 9)], _PLACES, [*opened], ["crossing"], parts=parts)
         lines = [
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _measure(
-    options: argparse.Namespace, measuring: Measuring, tokens: int, layout: str, peer: TorchNccl | None
+    options: argparse.Namespace, measuring: Measuring, tokens: int, layout: str, nccl: TorchNccl | None
 ) -> ResultRow:
     comm, machine = measuring.comm, measuring.machine
     dtype, top_k, experts = covered_dtype(options.datatype), options.top_k, options.num_experts
@@ -112,9 +112,9 @@ def _measure(
             "even": (lambda: comm.Alltoall(sent.local, taken.local), None),
         }
         theirs: dict[str, Call] = {}
-        if peer is not None:
+        if nccl is not None:
             counts = [int(routes.goes_to(rank).sum()) for rank in range(comm.size)]
-            theirs = peer.calls(counts, tokens, options.hidden)
+            theirs = nccl.calls(counts, tokens, options.hidden)
         places: dict[str, Measured] = {}
         for place, (call, count_wrong) in calls.items():
             checks = [] if count_wrong is None else [CheckedCall(lambda: None, call, count_wrong)]

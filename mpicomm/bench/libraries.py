@@ -1,4 +1,4 @@
-"""Other libraries as peers.
+"""Other libraries that the bench compares with mpicomm.
 
 NVIDIA's are NCCL, on ordinary CuPy arrays and on its own memory, and NVSHMEM's collectives on streams. Those of PyTorch
 are its symmetric memory, its fused products, and NCCL's ``all_to_all_single``.
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.compare import Library, view_bytes
 from mpicomm.bench.measure import Call, Machine, UnsupportedError
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers, expected
-from mpicomm.bench.peers import Peer, view_bytes
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.driver import cuda_major
@@ -42,7 +42,7 @@ _COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
-class Nccl(Peer):
+class Nccl(Library):
     """An NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
 
     result_at_front = False
@@ -154,7 +154,7 @@ def type_of(dtype: np.dtype[Any]) -> int:
 _NVSHMEM_TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
 
 
-class Nvshmem(Peer):
+class Nvshmem(Library):
     """NVSHMEM on its symmetric heap, through nvshmem4py's bindings."""
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
@@ -217,7 +217,7 @@ class Nvshmem(Peer):
         self._core.finalize()
 
 
-class TorchGroup(Peer):
+class TorchGroup(Library):
     """PyTorch's default group, with NCCL, over the ranks of ``comm``. Its calls go on the machine's stream.
 
     NCCL starts with the first collective of the group. ``options`` go to ``init_process_group``. If rank 0 cannot serve

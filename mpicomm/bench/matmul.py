@@ -16,9 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.compare import OWN, Library, open_libraries
 from mpicomm.bench.libraries import OPS, Nccl, TorchSymmetric, type_of
-from mpicomm.bench.measure import Call, CheckedCall, Measured, Measuring, PeerFailureError, Trial, machine_of
-from mpicomm.bench.peers import OWN, Peer, open_peers
+from mpicomm.bench.measure import Call, CheckedCall, LibraryError, Measured, Measuring, Trial, machine_of
 from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -26,7 +26,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import covered_dtype
 
 NAME = "matmul"
-_PEERS: dict[str, type[Peer]] = {"nccl": Nccl, "torch": TorchSymmetric}
+_PEERS: dict[str, type[Library]] = {"nccl": Nccl, "torch": TorchSymmetric}
 _PARTS = ("collective", "product")
 _KINDS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -85,7 +85,7 @@ class Matrices:
         self.b = self._xp.empty((inner, columns), **self._made)
         self.out = self._xp.empty((shard if scatters else rows, columns), **self._made)
         self._whole = self._xp.empty((rows, inner if self._gathers else columns), **self._made)
-        """The gathered input, or the partial sums, of contenders that run one after the other."""
+        """The gathered input, or the partial sums, of calls that run one after the other."""
         self._product = self._xp.empty((rows, columns), **self._made)
         """The result of the part that only multiplies."""
 
@@ -115,8 +115,8 @@ class Matrices:
             wanted = wanted[begin : begin + len(self.out)]
         return int((result() != wanted).sum())
 
-    def contenders(self, peers: Mapping[str, Any]) -> dict[str, Callable[[], Product]]:
-        """Return the functions that make each contender, by its name. They fail if a peer has no such call."""
+    def products(self, libraries: Mapping[str, Any]) -> dict[str, Callable[[], Product]]:
+        """Return the functions that make the measured calls, by name. They fail if a library has no such call."""
         comm, kind = self._comm, self._kind
         collectives: dict[str, Call] = {
             "allgather_matmul": lambda: comm.Allgather(self.a, self._whole),
@@ -131,10 +131,10 @@ class Matrices:
             OWN: lambda: (lambda: fused(self.a, self.b, self.out), lambda: self.out),
             "serial": lambda: self._serial(collective),
         }
-        if "nccl" in peers:
-            made["nccl"] = lambda: self._serial(self._by_nccl(peers["nccl"]))
-        if "torch" in peers:
-            made["torch"] = lambda: peers["torch"].product(kind, self.a, self.b)
+        if "nccl" in libraries:
+            made["nccl"] = lambda: self._serial(self._by_nccl(libraries["nccl"]))
+        if "torch" in libraries:
+            made["torch"] = lambda: libraries["torch"].product(kind, self.a, self.b)
         return made
 
     def _serial(self, collective: Call) -> Product:
@@ -192,7 +192,7 @@ def main() -> int:
 
         stream = torch.cuda.stream(torch.cuda.ExternalStream(machine.stream.ptr, device=comm.device))
     with stream:
-        opened, absent = open_peers(comm, machine, _PEERS, options.compare)
+        opened, absent = open_libraries(comm, machine, _PEERS, options.compare)
         compared, own = ["serial", *opened], [OWN, "serial"]
         report = Report([("call", "", 24), ("rows", "", 8)], [NAME], compared, parts=_PARTS, own=own)
 
@@ -208,18 +208,18 @@ def main() -> int:
         return report.make(run, f"bench {NAME}", lines, cases, measure, [*opened.values()], absent)
 
 
-def _measure(measuring: Measuring, matrices: Matrices, peers: Mapping[str, Any]) -> Measured:
+def _measure(measuring: Measuring, matrices: Matrices, libraries: Mapping[str, Any]) -> Measured:
     matrices.fill_as_in_programs()  # before the parts, which have no check
     trials: list[Trial] = []
-    silent: dict[str, str] = {}
-    for name, make in matrices.contenders(peers).items():
+    failures: dict[str, str] = {}
+    for name, make in matrices.products(libraries).items():
         try:
-            call, result = measuring.step(make, own=name not in peers)
-        except PeerFailureError as failure:
-            silent[name] = str(failure)
+            call, result = measuring.step(make, own=name not in libraries)
+        except LibraryError as failure:
+            failures[name] = str(failure)
             continue
         count_wrong = partial(matrices.count_wrong, result) if result is not None else None
         checks = [] if count_wrong is None else [CheckedCall(matrices.fill_exactly, call, count_wrong)]
         refresh = matrices.fill_as_in_programs
-        trials.append(Trial(name, call, checks, name not in peers, capturable=name != "torch", refresh=refresh))
-    return measuring.run(trials, silent)
+        trials.append(Trial(name, call, checks, name not in libraries, capturable=name != "torch", refresh=refresh))
+    return measuring.run(trials, failures)

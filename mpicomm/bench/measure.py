@@ -1,4 +1,4 @@
-"""Measures calls of contenders in turns: checks the results of each, then times all of them round by round.
+"""Measures calls of libraries in turns: checks the results of each, then times all of them round by round.
 
 A `Machine` is the processor of the arrays, host or GPU, and times calls on it. Its times are in seconds.
 """
@@ -126,12 +126,12 @@ class UnsupportedError(Exception):
     """The error of a library without such a collective, element type, operation, or support for such arrays."""
 
 
-class PeerFailureError(Exception):
-    """The error of a peer that failed on some rank. All ranks raise it."""
+class LibraryError(Exception):
+    """The error of a library that failed on some rank. All ranks raise it."""
 
 
-def together(comm: Communicator, step: Callable[[], T]) -> T:
-    """Take a step on all ranks. If it fails on one rank, raise `PeerFailureError` on all ranks. Collective.
+def collective_try(comm: Communicator, step: Callable[[], T]) -> T:
+    """Take a step on all ranks. If it fails on one rank, raise `LibraryError` on all ranks. Collective.
 
     This does not help ranks that wait, within the step, for a rank on which the step fails.
     """
@@ -148,12 +148,12 @@ def together(comm: Communicator, step: Callable[[], T]) -> T:
         checked: T = result
         return checked
     everybody = all(text is not None for text in failures)
-    raise PeerFailureError(failures[rank] if everybody else f"rank {rank}: {failures[rank]}")
+    raise LibraryError(failures[rank] if everybody else f"rank {rank}: {failures[rank]}")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a contender for a case. A time is the slowest rank's in a round, and the median of the rounds."""
+    """The result of a library for a case. A time is the slowest rank's in a round, and the median of the rounds."""
 
     time_us: float
     issue_us: float | None
@@ -179,18 +179,18 @@ class CheckedCall(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The outcomes by contender, and the reasons of the contenders that failed."""
+    """The outcomes by library, and the reasons of the libraries that failed."""
 
     outcomes: Mapping[str, Outcome]
-    silent: Mapping[str, str]
+    failures: Mapping[str, str]
 
 
 @dataclass
 class Trial:
-    """A way of a contender to carry a case out. Failures of a contender that is not mpicomm's ``own`` are kept."""
+    """A way of a library to carry a case out. Failures of a library that is not mpicomm's ``own`` are kept."""
 
     name: str
-    """The contender."""
+    """The library."""
     call: Call
     """The timed call."""
     checks: Sequence[CheckedCall] = ()
@@ -225,21 +225,21 @@ class Measuring:
         return f"{self.rounds} times {self.iterations} calls"
 
     def run(self, trials: Sequence[Trial], failures: Mapping[str, str] | None = None) -> Measured:
-        """Measure the trials. The earlier ``failures`` of contenders are in the result, too."""
-        ready, silent = list(trials), dict(failures or {})
+        """Measure the trials. The earlier ``failures`` of libraries are in the result, too."""
+        ready, failures = list(trials), dict(failures or {})
         for step in (self._make_ready, *[self._time] * self.rounds):
             for trial in list(ready):
                 try:
                     step(trial)
-                except PeerFailureError as failure:
-                    silent[trial.name] = f"{trial.way} {failure}".lstrip()
+                except LibraryError as failure:
+                    failures[trial.name] = f"{trial.way} {failure}".lstrip()
                     ready.remove(trial)
-        return Measured(self._outcomes(ready), silent)
+        return Measured(self._outcomes(ready), failures)
 
     def step(self, step: Callable[[], T], *, own: bool) -> T:
         """Take a step on all ranks, and let them wait for each other. A failure of mpicomm itself ends the run."""
         if not own:
-            return together(self.comm, step)
+            return collective_try(self.comm, step)
         result = step()
         self.comm.check(self.machine.stream)
         self.comm.barrier()
@@ -253,8 +253,8 @@ class Measuring:
             trial.eager = "it cannot be captured"
         elif self.graphs:
             try:  # to capture on all ranks or on none
-                trial.graph = together(self.comm, lambda: self.machine.capture(trial.call, self.iterations))
-            except PeerFailureError as failure:
+                trial.graph = collective_try(self.comm, lambda: self.machine.capture(trial.call, self.iterations))
+            except LibraryError as failure:
                 trial.eager = str(failure)
         if trial.graph is not None and trial.own and trial.checks and trial.check_graph:
             self._check(trial, trial.checks[0]._replace(call=lambda: self.machine.launch(trial.graph)))
@@ -292,7 +292,7 @@ class Measuring:
         trial.rounds.append(self.step(timed, own=trial.own))
 
     def _outcomes(self, trials: Sequence[Trial]) -> dict[str, Outcome]:
-        """Return the outcome of each contender's fastest way, over all ranks."""
+        """Return the outcome of each library's fastest way, over all ranks."""
         of_all = self.comm.allgather([(trial.rounds, trial.wrong) for trial in trials])
         outcomes: dict[str, Outcome] = {}
         for index, trial in enumerate(trials):

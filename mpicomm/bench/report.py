@@ -8,8 +8,8 @@ from dataclasses import asdict
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple, TypeVar
 
+from mpicomm.bench.compare import OWN, UNQUANTIZED, Library
 from mpicomm.bench.measure import Measured, Outcome
-from mpicomm.bench.peers import OWN, UNQUANTIZED, Peer
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns, format_cell
 
@@ -31,11 +31,11 @@ class ResultRow(NamedTuple):
 
 
 class Report:
-    """A table for these places. ``facts`` are the first columns, and ``own`` are the contenders of mpicomm.
+    """A table for these places. ``facts`` are the first columns, and ``own`` are the libraries that are mpicomm.
 
     With ``issue`` a column has the time for which a call holds the caller. ``+-`` is the spread of the rounds of
-    mpicomm. Each other contender has two columns: its time, and this time divided by mpicomm's. First come ``parts`` of
-    a call and limits, whose ratios do not count, and then the libraries ``compared``. Wrong elements of mpicomm fail
+    mpicomm. Each other library has two columns: its time, and this time divided by mpicomm's. First come ``parts`` of
+    a call and limits, whose ratios do not count, and then the others, ``compared``. Wrong elements of mpicomm fail
     the run.
     """
 
@@ -81,7 +81,7 @@ class Report:
         return self._columns.line(cells)
 
     def wrong(self) -> dict[str, int]:
-        """Return the number of wrong elements of each contender that has some."""
+        """Return the number of wrong elements of each library that has some."""
         total: dict[str, int] = {}
         for _, _, name, outcome in self._outcomes():
             total[name] = total.get(name, 0) + (outcome.wrong or 0)
@@ -111,8 +111,8 @@ class Report:
             lines.append(f"{name} / {OWN}, geometric mean: {said}")
         eager = {outcome.eager: name for _, _, name, outcome in self._outcomes() if outcome.eager}
         lines += [f"* {name} is timed call by call: {reason}" for reason, name in eager.items()]
-        silent = (measured.silent.items() for row in self.rows for measured in row.places.values())
-        lines += dict.fromkeys(f"- {name}: {reason}" for each in silent for name, reason in each)
+        failures = (measured.failures.items() for row in self.rows for measured in row.places.values())
+        lines += dict.fromkeys(f"- {name}: {reason}" for each in failures for name, reason in each)
         lines += [f"{name}: {count} wrong" for name, count in self.wrong().items() if name not in self._own]
         return lines
 
@@ -130,7 +130,7 @@ class Report:
                     place: {name: record(row, place, outcome) for name, outcome in outcomes.items()}
                     for place, (outcomes, _) in row.places.items()
                 },
-                "missing": {place: silent for place, (_, silent) in row.places.items() if silent},
+                "missing": {place: failures for place, (_, failures) in row.places.items() if failures},
             }
             for row in self.rows
         ]
@@ -142,20 +142,20 @@ class Report:
         lines: Sequence[str],
         cases: Sequence[T],
         measure: Callable[[T], ResultRow],
-        contenders: Sequence[Peer] = (),
+        libraries: Sequence[Library] = (),
         absent: Mapping[str, str] | None = None,
     ) -> int:
         """Measure all cases, print the table, save the document, and close all. Return the exit code. Collective.
 
         The ``lines`` above the table begin with how calls are timed. Then come the libraries, and those ``absent``.
         """
-        libraries, absent = [each for each in contenders if not each.own], absent or {}
-        run.introduce(
+        others, absent = [each for each in libraries if not each.own], absent or {}
+        run.print_header(
             command,
             f"timed: {lines[0]}, slowest rank, median",
-            *(f"{each.name} {each.version}" for each in libraries),
-            *(f"{peer}: {reason}" for peer, reason in absent.items()),
-            *(["multicast (NVLink SHARP) is off for all"] if libraries and run.comm.device != "cpu" else []),
+            *(f"{each.name} {each.version}" for each in others),
+            *(f"{name}: {reason}" for name, reason in absent.items()),
+            *(["multicast (NVLink SHARP) is off for all"] if others and run.comm.device != "cpu" else []),
             *lines[1:],
             "",
         )
@@ -167,7 +167,7 @@ class Report:
         document = {
             "collective": command.removeprefix("bench "),
             "multicast": False,
-            "peers": {each.name: each.version for each in contenders if each in libraries or each.name == UNQUANTIZED},
+            "peers": {each.name: each.version for each in libraries if each in others or each.name == UNQUANTIZED},
             "missing": absent,
             "results": self.document(),
             "geometric_means": self.geometric_means(),
@@ -175,11 +175,11 @@ class Report:
         wrong = sum(count for name, count in self.wrong().items() if name in self._own)
 
         def close() -> None:
-            for contender in reversed(contenders):
-                contender.first = contender.second = None
-                # Keep the results even if closing the peer fails.
-                with nullcontext() if contender.own else suppress(Exception):
-                    contender.close()
+            for library in reversed(libraries):
+                library.first = library.second = None
+                # Keep the results even if closing another library fails.
+                with nullcontext() if library.own else suppress(Exception):
+                    library.close()
 
         return run.finish(document, wrong, close)
 

@@ -1,4 +1,4 @@
-"""Options of command lines and their types, JSON files, and what reports say of this machine.
+"""Options of command lines and their types, JSON files, and facts of this machine for reports.
 
 Imports no MPI.
 """
@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import sys
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,11 +58,6 @@ def launch_of(variables: Mapping[str, str]) -> JobLaunch:
 def _count(text: str) -> int | None:
     """Return the number in a variable, which may be of another process and hold anything; None for no such number."""
     return int(text) if text.isdecimal() and len(text) < 10 else None
-
-
-def format_uuid(device_uuid: bytes) -> str | None:
-    """Return a GPU's UUID as nvidia-smi writes it, or None for host memory."""
-    return f"GPU-{uuid.UUID(bytes=device_uuid)}" if any(device_uuid) else None
 
 
 def processor() -> str:

@@ -1,4 +1,4 @@
-"""Command lines on ranks: a run that ends on all ranks together, options that one rank reads, output of one rank."""
+"""Command lines on ranks: rank 0 reads the options and prints, and all ranks end together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +22,6 @@ import mpicomm
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import arguments
-from mpicomm.cli.arguments import format_uuid
 from mpicomm.cluster.process import end_job_if_uncaught
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.sizes import format_size
@@ -29,7 +29,7 @@ from mpicomm.waiting import wait_until
 
 T = TypeVar("T")
 
-_TOGETHER_S = 0.5
+_GRACE_S = 0.5  # in which all other ranks raise, too
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -46,7 +46,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     try:
         status = main()
     except Exception as error:
-        if not isinstance(error, MpicommError) or not wait_until(private.Ibarrier().Test, _TOGETHER_S):
+        if not isinstance(error, MpicommError) or not wait_until(private.Ibarrier().Test, _GRACE_S):
             sys.stderr.write(f"mpicomm: rank {private.rank} on {socket.gethostname()} failed\n")
             raise
         if private.rank == 0:
@@ -71,7 +71,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 class Run:
-    """A measurement on all ranks: its options, a communicator, and what the ranks say of themselves.
+    """A measurement on all ranks: its options, a communicator, and the descriptions of the ranks.
 
     Its creation is collective. Raises `InvalidUsageError`, on all ranks, if they are on several nodes and must be on
     ``one_node``.
@@ -102,12 +102,25 @@ class Run:
             raise InvalidUsageError(f"no size to measure: {bounds}: pass a larger -e")
         return found
 
-    def introduce(self, title: str, *lines: str) -> None:
-        """Print the command, the ranks, and ``lines``."""
-        show(*(f"# {line}".rstrip() for line in (*header(title, self.ranks, self.options.handle), *lines)))
+    def print_header(self, title: str, *lines: str) -> None:
+        """Print the command, the ranks with their devices, the handle, and ``lines``."""
+        ranks, handle = self.ranks, self.ranks[0].handle
+        count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        hosts = ", ".join(sorted({info.host for info in ranks}))
+        header = [f"mpicomm {mpicomm.__version__} {title}: {count} on {hosts} ({arguments.processor()})"]
+        for info in ranks:
+            device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
+            header.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
+        if environment.handle(self.options.handle) != "auto":
+            why = "as asked for"
+        elif ranks[0].rejected:
+            why = "; ".join(f"not {kind}: {reason}" for kind, reason in ranks[0].rejected.items())
+        else:
+            why = "the best for this device"
+        show(*(f"# {line}".rstrip() for line in (*header, f"handle: {handle} ({why})", *lines)))
 
     def finish(self, document: dict[str, Any], wrong: int, close: Callable[[], object] = lambda: None) -> int:
-        """Save the results, ``close``, free the communicator, and say on rank 0 how it ended. Collective.
+        """Save the results, call ``close``, free the communicator, and print on rank 0 how it ended. Collective.
 
         Return the exit code. ``wrong`` counts the errors on all ranks.
         """
@@ -174,21 +187,6 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
 
 def rank_record(info: RankInfo) -> dict[str, Any]:
     """Return the record of a rank and its links, for a JSON report."""
-    return {**dataclasses.asdict(info), "device_uuid": format_uuid(info.device_uuid)}
-
-
-def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list[str]:
-    """Return the lines that name the command, the ranks with their devices, and the handle."""
-    hosts = sorted({info.host for info in ranks})
-    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({arguments.processor()})"]
-    for info in ranks:
-        device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
-        lines.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
-    if environment.handle(requested_handle) != "auto":
-        why = "as asked for"
-    elif ranks[0].rejected:
-        why = "; ".join(f"not {kind}: {reason}" for kind, reason in ranks[0].rejected.items())
-    else:
-        why = "the best for this device"
-    return [*lines, f"handle: {ranks[0].handle} ({why})"]
+    is_gpu = any(info.device_uuid)  # then its UUID is as nvidia-smi writes it
+    device_uuid = f"GPU-{uuid.UUID(bytes=info.device_uuid)}" if is_gpu else None
+    return {**dataclasses.asdict(info), "device_uuid": device_uuid}

@@ -157,7 +157,7 @@ def main() -> int:
     run = command_line.Run(parser, one_node=True)
     options, comm = run.options, run.comm
     options.bytes = options.bytes or (16 << 20 if comm.device == "cpu" else 256 << 20)
-    run.introduce("p2p", *_EXPLAINED)
+    run.print_header("p2p", *_EXPLAINED)
     console, numbers, matrices = rich_console(sys.stdout), range(comm.size), []
     console.quiet = comm.rank != 0
     columns = [str(number) for number in numbers]

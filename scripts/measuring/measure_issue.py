@@ -34,10 +34,10 @@ from varied_arrays import FLOAT, Pools
 
 import mpicomm
 import mpicomm.torch
+from mpicomm.bench.compare import Mpicomm, mpi_call, open_libraries
 from mpicomm.bench.libraries import Nccl
-from mpicomm.bench.measure import Call, PeerFailureError, machine_of, together
+from mpicomm.bench.measure import Call, LibraryError, collective_try, machine_of
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers import Mpicomm, mpi_call, open_peers
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 5
@@ -78,7 +78,7 @@ class Session:
         self.peer_group = dist.new_group(backend=self.peer.lower())
         self.stack = stack
         self.own_arrays = Mpicomm(self.comm, self.machine, symmetric=False, algorithm="auto")
-        self.nccl = open_peers(self.comm, self.machine, {"nccl": Nccl}, ["nccl"])[0].get("nccl")
+        self.nccl = open_libraries(self.comm, self.machine, {"nccl": Nccl}, ["nccl"])[0].get("nccl")
         if self.nccl is not None:
             stack.callback(self.nccl.close)
 
@@ -263,8 +263,8 @@ def run_row(session: Session, row: Row, nbytes: int, calls: int) -> list[Any]:
     pools.put(session.device)
     if row.peer is not None:
         try:
-            together(session.comm, row.peer(pools, 0))
-        except PeerFailureError as failure:
+            collective_try(session.comm, row.peer(pools, 0))
+        except LibraryError as failure:
             if WORLD.rank == 0:
                 sys.stdout.write(f"{session.peer}: {failure}\n")
             makes.pop()

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mpicomm.bench.compare import draw
 from mpicomm.bench.operations import REDUCED, BenchOperation, Case, CaseBuffers, blocks_of, buffers, expected
-from mpicomm.bench.peers import draw
 
 FLOAT = np.dtype(np.float32)
 _POISON = 0xA5

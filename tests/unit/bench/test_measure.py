@@ -19,11 +19,11 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.bench.compare import ROOM_NBYTES, Library, Mpicomm, draw, mean_share
+from mpicomm.bench.compare import measure as measure_all
 from mpicomm.bench.libraries import Nvshmem, SymmetricNccl, TorchSymmetric
 from mpicomm.bench.measure import Call, CallTimes, Machine, Measured, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers, Content
-from mpicomm.bench.peers import ROOM_NBYTES, Mpicomm, Peer, draw, mean_share
-from mpicomm.bench.peers import measure as measure_all
 from mpicomm.devices.cuda import nccl
 
 FLOAT = np.dtype(np.float32)
@@ -49,7 +49,7 @@ class Replaying(Machine):
         return CallTimes(7e-6)
 
 
-class Library(Peer):
+class ImitatedLibrary(Library):
     """A peer with these ways."""
 
     exact = True
@@ -77,7 +77,12 @@ def right(buffers: CaseBuffers) -> None:
 
 
 def measure(
-    comm: mpicomm.Communicator, library: Library, *, name: str = "other", graphs: bool = True, machine: Any = None
+    comm: mpicomm.Communicator,
+    library: ImitatedLibrary,
+    *,
+    name: str = "other",
+    graphs: bool = True,
+    machine: Any = None,
 ) -> Measured:
     machine = machine or Replaying()
     library.name, library.first, library.second = name, *(np.empty(CASE.nbytes, np.uint8) for _ in range(2))
@@ -87,14 +92,14 @@ def measure(
 
 
 def test_a_graph_is_timed_or_each_call(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measure(comm, Library({"way": right})) == ({"other": Outcome(7e-6 * 1e6, None, 0, "", "way")}, {})
-    bare, machine = Library({"way": right}), Replaying()
+    assert measure(comm, ImitatedLibrary({"way": right})) == ({"other": Outcome(7e-6 * 1e6, None, 0, "", "way")}, {})
+    bare, machine = ImitatedLibrary({"way": right}), Replaying()
     bare.capturable = False
     monkeypatch.setattr(machine, "capture", lambda call, count: 1 / 0)
     for eager, (outcomes, _) in {
-        "": measure(comm, Library({"way": right}), graphs=False),
+        "": measure(comm, ImitatedLibrary({"way": right}), graphs=False),
         "it cannot be captured": measure(comm, bare),
-        "ZeroDivisionError: division by zero": measure(comm, Library({"way": right}), machine=machine),
+        "ZeroDivisionError: division by zero": measure(comm, ImitatedLibrary({"way": right}), machine=machine),
     }.items():
         outcome = outcomes["other"]
         assert (outcome.eager, outcome.wrong) == (eager, 0)
@@ -111,10 +116,10 @@ def test_the_fastest_way_counts_and_a_broken_one_is_left_out(comm: mpicomm.Commu
         raise RuntimeError("no such kernel")
 
     ways = {"slow": slow, "fast": right, "broken": broken}
-    outcomes, silent = measure(comm, Library(ways), graphs=False)
+    outcomes, failures = measure(comm, ImitatedLibrary(ways), graphs=False)
     assert outcomes["other"].way == "fast"
     assert outcomes["other"].time_us < 1000
-    assert silent == {"other": "broken RuntimeError: no such kernel"}
+    assert failures == {"other": "broken RuntimeError: no such kernel"}
 
 
 def test_wrong_elements_of_any_way_are_counted_and_what_a_graph_leaves(comm: mpicomm.Communicator) -> None:
@@ -124,9 +129,9 @@ def test_wrong_elements_of_any_way_are_counted_and_what_a_graph_leaves(comm: mpi
     def remember(buffers: CaseBuffers) -> None:
         machine.corrupt = buffers.receive
 
-    assert measure(comm, Library({"right": right, "corrupt": corrupt}))[0]["other"].wrong == 2
+    assert measure(comm, ImitatedLibrary({"right": right, "corrupt": corrupt}))[0]["other"].wrong == 2
     machine = Replaying()
-    assert measure(comm, Library({"": remember}), name="mpicomm", machine=machine)[0]["mpicomm"].wrong == 1
+    assert measure(comm, ImitatedLibrary({"": remember}), name="mpicomm", machine=machine)[0]["mpicomm"].wrong == 1
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_sizes_and_identifiers_have_a_text() -> None:
     # The largest unit that divides it.
     for nbytes, text in ((0, "0"), (1, "1"), (1536, "1536"), (64 << 20, "64M"), (3 << 30, "3G"), (3 << 40, "3T")):
         assert format_size(nbytes) == text
-    assert arguments.format_uuid(bytes(16)) is None
-    assert arguments.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert report.rank_record(CPU)["device_uuid"] is None
+    assert report.rank_record(GPU)["device_uuid"] == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,22 @@ GPU = dataclasses.replace(
 )
 
 
-def test_header_names_devices_and_why_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = report.header("ring", [GPU, dataclasses.replace(GPU, rank=1)], "auto")
+def test_header_names_devices_and_why_the_handle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def header(ranks: list[RankInfo], handle: str) -> list[str]:
+        run: Any = SimpleNamespace(ranks=ranks, options=SimpleNamespace(handle=handle))
+        report.Run.print_header(run, "ring")
+        return capsys.readouterr().out.splitlines()
+
+    lines = header([GPU, dataclasses.replace(GPU, rank=1)], "auto")
     assert "2 ranks on here" in lines[0]
-    assert lines[1] == " Rank  0 Pid      7 on here device  1 [0000:17:00.0] NVIDIA H200"
-    assert lines[-1] == "handle: fd (not ipc: no CUDA IPC in this container)"
-    assert report.header("ring", [GPU], "fd")[-1] == "handle: fd (as asked for)"
-    assert report.header("ring", [CPU], "auto")[-1] == "handle: memfd (the best for this device)"
+    assert lines[1] == "#  Rank  0 Pid      7 on here device  1 [0000:17:00.0] NVIDIA H200"
+    assert lines[-1] == "# handle: fd (not ipc: no CUDA IPC in this container)"
+    assert header([GPU], "fd")[-1] == "# handle: fd (as asked for)"
+    assert header([CPU], "auto")[-1] == "# handle: memfd (the best for this device)"
     monkeypatch.setenv("MPICOMM_HANDLE", "fd")
-    assert report.header("ring", [GPU], "auto")[-1] == "handle: fd (as asked for)"
+    assert header([GPU], "auto")[-1] == "# handle: fd (as asked for)"
 
 
 class FakeInfo:

@@ -128,23 +128,23 @@ FAULTS = {
     "p2p on rank 1": Fault(
         instead(
             "Pairs.copy",
-            "copy, (way, peer, nbytes) = call(self, *given), given",
+            "copy, (method, peer, nbytes) = call(self, *given), given",
             "def wrong():",
             "    copy()",
             "    self._window.peer(peer)[nbytes - 1] ^= 1",
-            "return wrong if RANK == 1 and not self.ways[way] else copy",
+            "return wrong if RANK == 1 and not self.methods[method] else copy",
         ),
         P2P,
         total=6,
     ),
-    "p2p of nothing": Fault(instead("Pairs.copy", "return int if self.ways[given[0]] else call(self, *given)"), P2P),
+    "p2p of nothing": Fault(instead("Pairs.copy", "return int if self.methods[given[0]] else call(self, *given)"), P2P),
 }
-FAILING_PEER = """
-from mpicomm.bench import peers
+FAILING_LIBRARY = """
+from mpicomm.bench import compare
 def fail(*args):
     raise RuntimeError("planted")
 if RANK == 1:
-    patch(peers.PlainMpi, {!r}, fail)
+    patch(compare.PlainMpi, {!r}, fail)
 """
 STEPS = ("__init__", "prepare", "close")
 LOOK = """
@@ -215,7 +215,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     for number, (name, fault) in enumerate(FAULTS.items()):
         command = {RING: "ring", P2P: "p2p"}.get(fault.options, "bench")
         programs[name] = program(command, fault.code, *fault.options, "-J", folder / f"{number}.json")
-    programs |= {step: program("bench", FAILING_PEER.format(step), *SUMS, "--compare", "mpi") for step in STEPS}
+    programs |= {step: program("bench", FAILING_LIBRARY.format(step), *SUMS, "--compare", "mpi") for step in STEPS}
     varied = (*SUMS, "--vary", "--compare", "mpi", "-e", "4K", "-J", folder / "varied.json")
     programs["varied"] = program("bench", LOOK.format(str(codes)) + SEEN, *varied)
     programs["slow sums"] = program("bench", slow(ALLREDUCE), *SUMS)

@@ -1,6 +1,6 @@
-"""The libraries that the bench compares, of one base: mpicomm, MPI, and others in modules of their own.
+"""The comparison of libraries: their base class, mpicomm, plain MPI, and how to open and measure them.
 
-All ranks open a peer together, and drop it together if it fails on one rank. If calls vary, a peer has a list of
+All ranks open a library together, and drop it together if it fails on one rank. If calls vary, a library has a list of
 variations of a case, and makes the next one in each call.
 """
 
@@ -21,13 +21,13 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.measure import (
     Call,
     CheckedCall,
+    LibraryError,
     Machine,
     Measured,
     Measuring,
-    PeerFailureError,
     Trial,
     UnsupportedError,
-    together,
+    collective_try,
 )
 from mpicomm.bench.operations import BARRIER, IN_PLACE, POISON, ROOT, SENDRECV, Case, CaseBuffers, Content, buffers
 from mpicomm.collectives.gpu.decision import ALGORITHMS
@@ -41,13 +41,13 @@ _IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_ran
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg": mpicomm.AVG}
 
 
-P = TypeVar("P", bound="Peer")
+L = TypeVar("L", bound="Library")
 OWN = "mpicomm"
 UNQUANTIZED = "mpicomm-unquantized"
 
 
-class Peer:
-    """A library in use, and the two arrays of its calls. All methods but `missing` are collective."""
+class Library:
+    """A library to measure, and the two arrays of its calls. All methods but `missing` are collective."""
 
     name = ""
     version = ""
@@ -81,14 +81,14 @@ class Peer:
         return self._machine.xp.empty(nbytes, np.uint8)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return the ways to carry out a case, by name. The fastest way counts. Raises `UnsupportedError`."""
+        """Return the calls that can run a case, by name. The fastest counts. Raises `UnsupportedError`."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Free everything but the two arrays."""
 
-    def named(self: P, name: str, nbytes: int) -> P:
-        """Return the peer with a name, and with arrays of ``nbytes`` unless 0."""
+    def named(self: L, name: str, nbytes: int) -> L:
+        """Return the library with a name, and with arrays of ``nbytes`` unless 0."""
         self.name = name
         if nbytes == 0:
             return self
@@ -112,7 +112,7 @@ def view_bytes(pointer: int, nbytes: int, owner: object) -> Any:
     return cupy.ndarray((nbytes,), cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
 
 
-class Mpicomm(Peer):
+class Mpicomm(Library):
     """mpicomm's public calls. ``symmetric`` says whether its arrays come from ``comm.empty``."""
 
     version = mpicomm.__version__
@@ -141,7 +141,7 @@ class Mpicomm(Peer):
         return {"": mpi_call(self._comm, case, buffers, self._options)}
 
 
-class PlainMpi(Peer):
+class PlainMpi(Library):
     """mpi4py's own methods, on host arrays directly, on device arrays through pinned host copies."""
 
     capturable = False
@@ -250,29 +250,29 @@ def mean_share(largest: int) -> float:
 
 
 def measure(
-    measuring: Measuring, contenders: Iterable[Peer], content: Content, case: Case, checks: int, *, vary: bool = False
+    measuring: Measuring, libraries: Iterable[Library], content: Content, case: Case, checks: int, *, vary: bool = False
 ) -> Measured:
     """Measure a case with ``checks`` checked calls, as `Measuring.run`. If calls ``vary``, it is in variations."""
     trials: list[Trial] = []
-    silent: dict[str, str] = {}
-    for contender in contenders:
+    failures: dict[str, str] = {}
+    for library in libraries:
         try:
-            trials += _trials(measuring, content, contender, case, checks, vary=vary)
-        except PeerFailureError as failure:
-            silent[contender.name] = str(failure)
-    return measuring.run(trials, silent)
+            trials += _trials(measuring, content, library, case, checks, vary=vary)
+        except LibraryError as failure:
+            failures[library.name] = str(failure)
+    return measuring.run(trials, failures)
 
 
-def open_peers(
-    comm: Communicator, machine: Machine, known: Mapping[str, type[Peer]], names: Iterable[str], nbytes: int = 0
+def open_libraries(
+    comm: Communicator, machine: Machine, known: Mapping[str, type[Library]], names: Iterable[str], nbytes: int = 0
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Open libraries by their names among the ``known`` ones, with arrays of ``nbytes``. Collective.
 
-    Return those that all ranks can open, and the reasons of the others. Multicast is off for all.
+    Return those that all ranks can open, and why the others are absent. Multicast is off for all.
     """
     os.environ.update(_WITHOUT_MULTICAST)
 
-    def open_one(name: str) -> Peer:
+    def open_one(name: str) -> Library:
         made = known[name]
         if machine.stream is None and made is not PlainMpi:
             raise UnsupportedError("skipped, because it needs GPUs and these ranks are on the cpu")
@@ -286,45 +286,45 @@ def open_peers(
     absent: dict[str, str] = {}
     for name in names:
         try:
-            opened[name] = together(comm, partial(open_one, name))
-        except PeerFailureError as failure:
+            opened[name] = collective_try(comm, partial(open_one, name))
+        except LibraryError as failure:
             absent[name] = str(failure)
     return opened, absent
 
 
 def _trials(
-    measuring: Measuring, content: Content, contender: Peer, case: Case, checks: int, *, vary: bool
+    measuring: Measuring, content: Content, library: Library, case: Case, checks: int, *, vary: bool
 ) -> list[Trial]:
-    """Return a trial for each way of a contender. Raises `PeerFailureError`."""
-    scenes = [(case, contender.buffers(case))]
+    """Return a trial for each call of `Library.prepare`. Raises `LibraryError`."""
+    variations = [(case, library.buffers(case))]
     if vary:
         checks *= _CHECKED
-        calls_of_all = checks + measuring.warmups + measuring.iterations * measuring.rounds
-        varied = [(replace(case, block=block), shift) for block, shift in draw(case.block, calls_of_all)]
-        scenes = [(one, contender.buffers(one, shift)) for one, shift in varied]
+        num_calls = checks + measuring.warmups + measuring.iterations * measuring.rounds
+        varied = [(replace(case, block=block), shift) for block, shift in draw(case.block, num_calls)]
+        variations = [(one, library.buffers(one, shift)) for one, shift in varied]
     if case.operation is BARRIER:
         checks = 0
 
-    def check(scene: tuple[Case, CaseBuffers], call: Call) -> CheckedCall:
+    def check(variation: tuple[Case, CaseBuffers], call: Call) -> CheckedCall:
         def write() -> None:
             if vary:  # a call that reads at the last call's addresses must not find the same data
-                contender.first[: scene[0].nbytes + ROOM_NBYTES].fill(POISON)
-            content.prepare(*scene)
+                library.first[: variation[0].nbytes + ROOM_NBYTES].fill(POISON)
+            content.prepare(*variation)
 
-        exact, error = contender.exact, contender.error
-        return CheckedCall(write, call, lambda: content.count_wrong(*scene, exact=exact, error=error))
+        exact, error = library.exact, library.error
+        return CheckedCall(write, call, lambda: content.count_wrong(*variation, exact=exact, error=error))
 
-    prepared = measuring.step(lambda: [contender.prepare(*scene) for scene in scenes], own=contender.own)
+    prepared = measuring.step(lambda: [library.prepare(*variation) for variation in variations], own=library.own)
     trials = []
     for way in prepared[0]:
         calls = [ways[way] for ways in prepared]
-        trial = Trial(contender.name, _in_turn(calls, checks))
-        trial.own, trial.way, trial.capturable = contender.own, way, contender.capturable
-        trial.checks = [check(*each) for each in islice(cycle(zip(scenes, calls, strict=True)), checks)]
+        trial = Trial(library.name, _in_turn(calls, checks))
+        trial.own, trial.way, trial.capturable = library.own, way, library.capturable
+        trial.checks = [check(*each) for each in islice(cycle(zip(variations, calls, strict=True)), checks)]
         trial.check_graph = not case.in_place
         if case.operation.reduces:
             # The data is fresh, because sums in place grow with every call, and PyTorch's two-shot changes its input.
-            trial.refresh = lambda: content.prepare(case, contender.buffers(case))
+            trial.refresh = lambda: content.prepare(case, library.buffers(case))
         trials.append(trial)
     return trials
 
