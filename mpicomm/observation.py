@@ -163,13 +163,13 @@ def reader_of(name: str, method: Callable[..., Any]) -> Callable[[Any, tuple[Any
         names = ("a",)
     elif name[0].isupper() or name in OF_ARRAYS:
         names = _BUFFERS
-    buffers = [(place, each.name) for place, each in enumerate(parameters) if each.name in names]
-    further = [(place, each.name, each.default) for place, each in enumerate(parameters) if each.name in _DETAILS]
+    buffers = [(position, each.name) for position, each in enumerate(parameters) if each.name in names]
+    further = [(position, each.name, each.default) for position, each in enumerate(parameters) if each.name in _DETAILS]
 
     def facts_of(called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Facts:
         details: dict[str, Any] = {}
-        for place, argument, default in further:
-            value = arguments[place] if place < len(arguments) else keywords.get(argument, default)
+        for position, argument, default in further:
+            value = arguments[position] if position < len(arguments) else keywords.get(argument, default)
             if isinstance(value, int) and value >= 0:  # no wildcard
                 details[argument] = value
             elif argument == "wire_dtype" and value is not None:
@@ -177,8 +177,8 @@ def reader_of(name: str, method: Callable[..., Any]) -> Callable[[Any, tuple[Any
         if name == "get":  # it makes an array if the caller passes none
             return called.nbytes, str(called.dtype), details
         nbytes, dtype = None, ""
-        for place, argument in buffers:
-            buffer = arguments[place] if place < len(arguments) else keywords.get(argument)
+        for position, argument in buffers:
+            buffer = arguments[position] if position < len(arguments) else keywords.get(argument)
             found = _size_of(name, argument, buffer, called)
             if found is not None:
                 nbytes = max(nbytes or 0, found[0])

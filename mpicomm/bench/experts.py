@@ -23,8 +23,8 @@ from mpicomm.symmetric.array import SymmetricArray
 
 NAME = "experts"
 _PEERS = {"nccl": TorchNccl}  # through PyTorch
-_ROOM = 2
-"""A rank has room for so many times the rows that come if all experts get the same."""
+_CAPACITY_FACTOR = 2
+"""The capacity of a rank, in multiples of the rows that come if all experts get the same."""
 _ROUNDS = 7
 _PLACES = ("dispatch", "combine", "even")
 COPY = "copy"
@@ -88,13 +88,13 @@ def _measure(
     comm, machine = measuring.comm, measuring.machine
     dtype, top_k, experts = covered_dtype(options.datatype), options.top_k, options.num_experts
     routes = Routes(machine, comm.rank, comm.size, (tokens, options.hidden), top_k, experts, dtype)
-    room = min(comm.size * tokens * top_k, _ROOM * tokens * top_k + 64) if layout == BY_EXPERT else None
+    capacity = min(comm.size * tokens * top_k, _CAPACITY_FACTOR * tokens * top_k + 64) if layout == BY_EXPERT else None
     numbers = experts, options.hidden, tokens, top_k, dtype
     row_nbytes = options.hidden * dtype.itemsize
     crossing = max(comm.allgather(routes.crossing)) * row_nbytes
     shape = (comm.size * tokens, row_nbytes)
     with (
-        Experts(comm, *numbers, capacity=room, blocks=options.blocks, layout=layout) as made,
+        Experts(comm, *numbers, capacity=capacity, blocks=options.blocks, layout=layout) as made,
         comm.zeros(shape, "u1") as sent,
         comm.zeros(shape, "u1") as taken,
     ):

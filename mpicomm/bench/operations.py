@@ -322,8 +322,8 @@ class Content:
                 wrong += int(np.count_nonzero(found != wanted))
                 continue
             found, wanted = found.astype(np.float64), wanted.astype(np.float64)
-            room = self._size * self._size * _EPSILON[self._dtype.itemsize] + error
-            wrong += int(np.count_nonzero(~(np.abs(found - wanted) <= room)))  # a NaN is wrong
+            tolerance = self._size * self._size * _EPSILON[self._dtype.itemsize] + error
+            wrong += int(np.count_nonzero(~(np.abs(found - wanted) <= tolerance)))  # a NaN is wrong
         return wrong
 
 

@@ -301,7 +301,7 @@ class Experts(AbstractContextManager["Experts"]):
         self._session.require_usable(what)
 
     def _is_on_gpu(self, array: Any, name: str) -> bool:
-        # Without a GPU the host way reads the array, because it lets an error of one rank be an error of all.
+        # Without a GPU `HostExperts` reads the array, so that an error of one rank is an error of all.
         return self._gpu is not None and read(array, False, name).on_device
 
     def _enqueue(self, steps: Sequence[Launch], array: Any, stream: Any) -> None:

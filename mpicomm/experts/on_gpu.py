@@ -51,7 +51,7 @@ class ExpertsMemory:
         packets = config.size * (config.recv_slots * config.top_k + kernels.HEADERS)
         row_parts, sum_parts = (_parts_of(nbytes)[0] for nbytes in (config.row_nbytes, config.sum_nbytes))
         end = ARENA_HEADER_NBYTES
-        self.places: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
         """The offset of each part, by its name in `ExpertsArguments`."""
         for name, nbytes in (
             ("routes", packets * PACKET_NBYTES),
@@ -63,12 +63,12 @@ class ExpertsMemory:
             ("rows", recv_slots * config.row_nbytes),
             ("sums", recv_slots * config.sum_nbytes),
         ):
-            self.places[name] = end
+            self.offsets[name] = end
             end = _round_up(end + nbytes, LINE_NBYTES)
         self.quantized = end
         """Private memory for the tokens of this rank as they travel, if they are quantized."""
         self.nbytes = end + (config.max_tokens * config.row_nbytes if config.wire else 0)
-        self.absent = (self.places["rows"], end) if config.in_packets else (0, 0)
+        self.absent = (self.offsets["rows"], end) if config.in_packets else (0, 0)
         """The begin and the end of the slots of packets, which hold `ABSENT` at first. All other memory is zero."""
 
     def arguments(self, team: Team, row_nbytes: int) -> kernels.ExpertsArguments:
@@ -77,7 +77,7 @@ class ExpertsMemory:
         config = self.config
         arguments = kernels.ExpertsArguments(
             team=team,
-            **self.places,
+            **self.offsets,
             row_nbytes=row_nbytes,
             part_nbytes=part_nbytes,
             parts=parts,
@@ -152,11 +152,11 @@ class ExpertsLaunches:
     def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
         """Return the launch that quantizes tokens, and the addresses of the rows and of their scales."""
         config = self._config
-        places = self._quantized, self._quantized + config.max_tokens * config.hidden
+        addresses = self._quantized, self._quantized + config.max_tokens * config.hidden
         groups = tokens * config.scales
         blocks = kernels.quantize_blocks(groups, self._multiprocessors)
-        arguments = kernels.QuantizeArguments(x, *places, groups)
-        return Launch(self._quantizes, arguments, blocks, kernels.QUANTIZE_THREADS), places
+        arguments = kernels.QuantizeArguments(x, *addresses, groups)
+        return Launch(self._quantizes, arguments, blocks, kernels.QUANTIZE_THREADS), addresses
 
     def combine(
         self,

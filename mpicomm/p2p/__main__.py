@@ -1,4 +1,4 @@
-"""``python -m mpicomm.p2p``: the speed of writes and reads of other ranks' memory, by each way to move bytes."""
+"""``python -m mpicomm.p2p``: the speed of writes and reads of other ranks' memory, by each method."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Copying(ctypes.Structure):
 class Pairs:
     """Measures all pairs of ranks, pair by pair, and checks the bytes. All methods but `copy` are collective.
 
-    ``ways`` are the ways to move bytes; True if the target does the work, which means that it loads, else the source
+    ``methods`` are the ways to move bytes; True if the target does the work, which means that it loads, else the source
     does.
     """
 
@@ -49,14 +49,14 @@ class Pairs:
         self._data, self._window = comm.empty(options.bytes, np.uint8), comm.empty(options.bytes, np.uint8)
         self._machine = machine_of(comm)
         if comm.device == "cpu":
-            self.ways = {"copies to the target": False, "copies from the source": True}
+            self.methods = {"copies to the target": False, "copies from the source": True}
         else:
             import cupy  # not above, because ranks on the cpu have no CuPy
 
             from mpicomm.devices.cuda.driver import visible_devices
             from mpicomm.devices.cuda.load import kernels_of
 
-            self.ways = {COPY_ENGINES: False, STORES: False, LOADS: True}
+            self.methods = {COPY_ENGINES: False, STORES: False, LOADS: True}
             self._kernel = kernels_of(visible_devices()[int(comm.device)]).load(COPY)
             self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
         self._content = Content(self._machine.xp, np.dtype(np.uint8), "sum", comm.size, options.bytes, reduces=False)
@@ -68,27 +68,27 @@ class Pairs:
         The function returns None if there is nothing to measure.
         """
         for how, both in (("one way", False), ("both ways", True)):
-            for way in self.ways:
+            for method in self.methods:
                 if self._comm.size > 1 or not both:
-                    yield f"Bandwidth, {how}, {way}", "GB/s", partial(self._bandwidth, way, both)
-        for way in self.ways if self._comm.device == "cpu" else (COPY_ENGINES,):
-            yield f"Latency, {way} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, way)
+                    yield f"Bandwidth, {how}, {method}", "GB/s", partial(self._bandwidth, method, both)
+        for method in self.methods if self._comm.device == "cpu" else (COPY_ENGINES,):
+            yield f"Latency, {method} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, method)
 
-    def move_us(self, way: str, transfers: Sequence[tuple[int, int]], nbytes: int, copies: int) -> float:
+    def move_us(self, method: str, transfers: Sequence[tuple[int, int]], nbytes: int, copies: int) -> float:
         """Return the time of ``copies`` copies of each transfer, side by side: the median of the rounds.
 
         A transfer has a source and a target. Count wrong bytes.
         """
-        rank, by_target = self._comm.rank, self.ways[way]
+        rank, by_target = self._comm.rank, self.methods[method]
         source = next((source for source, target in transfers if target == rank), None)
         peer = next((pair[not by_target] for pair in transfers if pair[by_target] == rank), None)
         window = self._window.local[:nbytes]
         if source is not None:
             window.fill(POISON)
-        self._meet()
+        self._check_and_wait()
         times: list[float] = []
         if peer is not None:
-            machine, copy = self._machine, self.copy(way, peer, nbytes)
+            machine, copy = self._machine, self.copy(method, peer, nbytes)
             machine.time_calls(copy, 1)  # warms up
             # Ranks do not meet in a graph of copies. The timed launch follows one of the same length, so that the peer
             # moves its bytes meanwhile.
@@ -98,39 +98,39 @@ class Pairs:
                     self._comm.sendrecv(None, peer, source=peer)
                 took = machine.time_calls(copy, copies) if graph is None else machine.time_graph(graph)
                 times.append(took.complete * copies * 1e6)
-        self._meet()
+        self._check_and_wait()
         wrong = 0 if source is None else self._content.count_differing(window, source)
         results: list[tuple[list[float], int]] = self._comm.allgather((times, wrong))
         self.wrong += sum(of_rank[1] for of_rank in results)
         slowest: list[float] = [max(rounds) for rounds in zip(*(found for found, _ in results if found), strict=True)]
         return statistics.median(slowest)
 
-    def copy(self, way: str, peer: int, nbytes: int) -> Call:
+    def copy(self, method: str, peer: int, nbytes: int) -> Call:
         """Return a call that copies this rank's bytes to a peer, or the peer's bytes to this rank. Local."""
         to, from_ = self._window.peer(peer), self._data.local
-        if self.ways[way]:
+        if self.methods[method]:
             to, from_ = self._window.local, self._data.peer(peer)
         to, from_ = to[:nbytes], from_[:nbytes]
         if self._comm.device == "cpu":
             return lambda: np.copyto(to, from_)
-        if way == COPY_ENGINES:
+        if method == COPY_ENGINES:
             return lambda: self._window.put(from_, peer, stream=self._machine.stream)
         stream, copying = self._machine.stream.ptr, Copying(to.data.ptr, from_.data.ptr, nbytes)
         return lambda: self._kernel.launch_structure(stream, copying, blocks=self._blocks, threads=COPY_THREADS)
 
-    def _bandwidth(self, way: str, both: bool, source: int, target: int) -> float | None:
+    def _bandwidth(self, method: str, both: bool, source: int, target: int) -> float | None:
         if both and source == target:
             return None
         transfers = [(source, target), (target, source)][: 2 if both else 1]
         copies: int = self._options.iters
         nbytes: int = self._options.bytes
-        return len(transfers) * copies * nbytes / self.move_us(way, transfers, nbytes, copies) * 1e-3
+        return len(transfers) * copies * nbytes / self.move_us(method, transfers, nbytes, copies) * 1e-3
 
-    def _small_us(self, way: str, source: int, target: int) -> float:
+    def _small_us(self, method: str, source: int, target: int) -> float:
         nbytes = min(_SMALL_NBYTES, self._options.bytes)
-        return self.move_us(way, [(source, target)], nbytes, _SMALL_COPIES) / _SMALL_COPIES
+        return self.move_us(method, [(source, target)], nbytes, _SMALL_COPIES) / _SMALL_COPIES
 
-    def _meet(self) -> None:
+    def _check_and_wait(self) -> None:
         self._comm.check()
         self._comm.barrier()
 

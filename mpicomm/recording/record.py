@@ -98,6 +98,7 @@ def record_slow_path(reason: str) -> None:
 
 
 _BOUNDS = tuple(1 << bits for bits in (8, 12, 16, 20, 24, 28))
+_SIZE_CLASSES = (*(f"<= {format_size(bound)}" for bound in _BOUNDS), f"> {format_size(_BOUNDS[-1])}")
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Counts:
     """Counts records of calls; for any thread."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, int, str, str], CallStatistics] = {}
+        self._rows: dict[tuple[str, str, str, str], CallStatistics] = {}
         self._slow_ways: Counter[tuple[str, str]] = Counter()
 
     def add(self, record: Record) -> None:
@@ -187,11 +188,9 @@ class Counts:
         return Statistics(tuple(map(replace, self._rows.copy().values())), dict(self._slow_ways))
 
     def _row(self, record: Record) -> CallStatistics:
-        place = -1 if record.nbytes is None else bisect.bisect_left(_BOUNDS, record.nbytes)
-        key = record.operation, place, record.algorithm, record.error
+        sizes = "" if record.nbytes is None else _SIZE_CLASSES[bisect.bisect_left(_BOUNDS, record.nbytes)]
+        key = record.operation, sizes, record.algorithm, record.error
         row = self._rows.get(key)
         if row is None:
-            sizes = f"<= {format_size(_BOUNDS[place])}" if place < len(_BOUNDS) else f"> {format_size(_BOUNDS[-1])}"
-            made = CallStatistics(record.operation, "" if place < 0 else sizes, record.algorithm, error=record.error)
-            row = self._rows.setdefault(key, made)
+            row = self._rows.setdefault(key, CallStatistics(*key[:3], error=record.error))
         return row

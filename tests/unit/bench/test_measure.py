@@ -276,13 +276,13 @@ def test_a_rank_moves_bytes_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     comm.sendrecv = lambda *arguments, source: met.append(source)
     nbytes, count = 1 << 20, 3
     pairs = room.Pairs(comm, argparse.Namespace(bytes=nbytes, iters=count, rounds=1))
-    for number, (way, loads) in enumerate(pairs.ways.items(), start=1):
+    for number, (method, loads) in enumerate(pairs.methods.items(), start=1):
         source, target = pairs._data.local, pairs._window.peer(1)
         if loads:
             source, target = pairs._data.peer(1), pairs._window.local
         source[:] = number
-        time_us = pairs.move_us(way, [(0, 1), (1, 0)], nbytes - 1, count)
-        gb_s = GB_S["kernel" if "kernels" in way else "engine"]
+        time_us = pairs.move_us(method, [(0, 1), (1, 0)], nbytes - 1, count)
+        gb_s = GB_S["kernel" if "kernels" in method else "engine"]
         assert time_us == pytest.approx(count * (nbytes - 1) / gb_s * 1e-3)
         assert (target[:-1] == number).all() and target[-1] != number
     assert met == [1, 1, 1]
