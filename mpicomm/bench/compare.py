@@ -26,7 +26,6 @@ from mpicomm.bench.measure import (
     Measured,
     Measuring,
     Trial,
-    UnsupportedError,
     collective_try,
 )
 from mpicomm.bench.operations import BARRIER, IN_PLACE, POISON, ROOT, SENDRECV, Case, CaseBuffers, Content, buffers
@@ -81,7 +80,7 @@ class Library:
         return self._machine.xp.empty(nbytes, np.uint8)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return the calls that can run a case, by name. The fastest counts. Raises `UnsupportedError`."""
+        """Return the calls that can run a case, by name. The fastest counts. Raises `LibraryError`."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -153,16 +152,16 @@ class PlainMpi(Library):
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         if case.operation.reduces and (types.mpi_datatype(case.dtype) is None or case.op == "avg"):
-            raise UnsupportedError(f"MPI has no {case.op} of {case.dtype}")
+            raise LibraryError(f"MPI has no {case.op} of {case.dtype}")
         if case.dtype.isbuiltin != 1:
-            raise UnsupportedError(f"MPI has no {case.dtype}")
+            raise LibraryError(f"MPI has no {case.dtype}")
         stream = self._machine.stream
         if stream is None:
             return {"": mpi_call(self._mpi, case, buffers, {})}
         if case.nbytes > _LARGEST_STAGED:
-            raise UnsupportedError("measured up to 64 MiB")
+            raise LibraryError("measured up to 64 MiB")
         if case.in_place and case.operation.places != (IN_PLACE,):
-            raise UnsupportedError("copies through the host are never in place")
+            raise LibraryError("copies through the host are never in place")
         send = _pinned(buffers.send)
         receive = send if buffers.receive is buffers.send else _pinned(buffers.receive)
         call = mpi_call(self._mpi, case, CaseBuffers(send, receive), {})
@@ -275,11 +274,11 @@ def open_libraries(
     def open_one(name: str) -> Library:
         made = known[name]
         if machine.stream is None and made is not PlainMpi:
-            raise UnsupportedError("skipped, because it needs GPUs and these ranks are on the cpu")
+            raise LibraryError("skipped, because it needs GPUs and these ranks are on the cpu")
         # All ranks check before one of them waits for another rank.
         reason = next((reason for reason in comm.allgather(made.missing()) if reason is not None), None)
         if reason is not None:
-            raise UnsupportedError(reason)
+            raise LibraryError(reason)
         return made(comm, machine).named(name, nbytes)
 
     opened: dict[str, Any] = {}

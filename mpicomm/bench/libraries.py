@@ -16,7 +16,7 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.compare import Library, view_bytes
-from mpicomm.bench.measure import Call, Machine, UnsupportedError
+from mpicomm.bench.measure import Call, LibraryError, Machine
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers, expected
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl
@@ -147,7 +147,7 @@ class SymmetricNccl(Nccl):
 def type_of(dtype: np.dtype[Any]) -> int:
     """Return NCCL's number of an element type."""
     if dtype.name not in TYPES:
-        raise UnsupportedError(f"NCCL has no {dtype}")
+        raise LibraryError(f"NCCL has no {dtype}")
     return TYPES.index(dtype.name)
 
 
@@ -190,7 +190,7 @@ class Nvshmem(Library):
             barrier, stream = self._bindings.barrier_all_on_stream, self._stream
             return {"": lambda: barrier(stream)}
         if case.in_place and case.operation.places != (IN_PLACE,):
-            raise UnsupportedError("NVSHMEM does not promise that it works in place")
+            raise LibraryError("NVSHMEM does not promise that it works in place")
         names = {
             "allreduce": f"{case.op}_reduce",
             "reduce_scatter": f"{case.op}_reducescatter",
@@ -201,7 +201,7 @@ class Nvshmem(Library):
         name = f"{_NVSHMEM_TYPES.get(case.dtype.name, case.dtype.name)}_{names.get(case.operation.name)}_on_stream"
         function: Callable[..., Any] | None = getattr(self._bindings, name, None)
         if function is None:
-            raise UnsupportedError(f"NVSHMEM has no {case.operation.name} ({case.op}) of {case.dtype}")
+            raise LibraryError(f"NVSHMEM has no {case.operation.name} ({case.op}) of {case.dtype}")
         arguments = [self._team, int(buffers.receive.data.ptr), int(buffers.send.data.ptr), case.block]
         arguments += [ROOT, self._stream] if case.operation.rooted else [self._stream]
 
@@ -279,7 +279,7 @@ class TorchSymmetric(TorchGroup):
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return one-shot and two-shot all-reduce, of which the faster one counts; in place only two-shot."""
         if case.operation.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
-            raise UnsupportedError("its kernels are for the sum of float32 and bfloat16 in allreduce")
+            raise LibraryError("its kernels are for the sum of float32 and bfloat16 in allreduce")
         operations, group = self._torch.ops.symm_mem, self._group
         send, receive = self._tensor(case, buffers.send), self._tensor(case, buffers.receive)
         if case.in_place:
@@ -300,7 +300,7 @@ class TorchSymmetric(TorchGroup):
             "matmul_reduce_scatter": lambda: operators.fused_matmul_reduce_scatter(a, b, "sum", 0, group),
         }
         if kind not in calls:
-            raise UnsupportedError("PyTorch has no such operator")
+            raise LibraryError("PyTorch has no such operator")
 
         def run() -> None:
             results[0] = calls[kind]()

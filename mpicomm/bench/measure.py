@@ -122,12 +122,8 @@ def machine_of(comm: Communicator) -> Machine:
 T = TypeVar("T")
 
 
-class UnsupportedError(Exception):
-    """The error of a library without such a collective, element type, operation, or support for such arrays."""
-
-
 class LibraryError(Exception):
-    """The error of a library that failed on some rank. All ranks raise it."""
+    """Why a library cannot run a case, or that it has failed on some rank."""
 
 
 def collective_try(comm: Communicator, step: Callable[[], T]) -> T:
@@ -138,7 +134,7 @@ def collective_try(comm: Communicator, step: Callable[[], T]) -> T:
     result: Any = None
     try:
         result, failure = step(), None
-    except UnsupportedError as error:
+    except LibraryError as error:
         failure = str(error)
     except Exception as error:  # another library may raise any class
         failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
