@@ -20,7 +20,7 @@ from mpicomm.recording.record import CLOCK, DEVICE
 from mpicomm.sizes import rich_console, rich_table
 
 Event = dict[str, Any]
-_LEAST_US = 1.0  # shorter waits do not count, because ranks never come to a call at exactly the same time
+_MIN_WAIT_US = 1.0  # shorter waits do not count, because ranks never come to a call at exactly the same time
 
 
 class Trace(NamedTuple):
@@ -145,7 +145,7 @@ def find_waits(events: Iterable[Event], clocks: Mapping[int, Clock]) -> Iterator
             waits = [(max(0.0, min(_end(event), last_us) - event["ts"]), event) for event in events_of_rank]
             waited_us = sum(us for us, _ in waits)
             uncertain_us = (clocks[rank].uncertainty_ns + clocks[late].uncertainty_ns) / 1000
-            if rank != late and waited_us > max(_LEAST_US, uncertain_us):
+            if rank != late and waited_us > max(_MIN_WAIT_US, uncertain_us):
                 _, longest = max(waits, key=lambda wait: wait[0])
                 operation = arrivals[rank]["name"]
                 yield Wait(operation, rank, late, waited_us, longest, arrivals[late])

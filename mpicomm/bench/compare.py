@@ -57,7 +57,7 @@ class Library:
     result_at_front = True
     """Whether an in-place reduce-scatter leaves its block at the front of the buffer."""
     error = 0.0
-    """The most by which an element of each rank, of magnitude 1, may change on its way."""
+    """The largest error of an element of magnitude 1 that a rank sends; 0 unless calls quantize."""
     first: Any = None
     second: Any = None
 

@@ -159,7 +159,7 @@ class Outcome:
     eager: str
     """Why calls were issued one by one although the user asked for graphs; else empty."""
     way: str
-    """The name of the way, if the library has several."""
+    """The name of the call, if the library has several for a case."""
     spread: float = 0.0
     """The slowest round minus the fastest one, divided by the median."""
 
@@ -183,7 +183,7 @@ class Measured(NamedTuple):
 
 @dataclass
 class Trial:
-    """A way of a library to carry a case out. Failures of a library that is not mpicomm's ``own`` are kept."""
+    """A call with which a library runs a case. A failure ends the run only if the library is mpicomm's ``own``."""
 
     name: str
     """The library."""
@@ -288,7 +288,7 @@ class Measuring:
         trial.rounds.append(self.step(timed, own=trial.own))
 
     def _outcomes(self, trials: Sequence[Trial]) -> dict[str, Outcome]:
-        """Return the outcome of each library's fastest way, over all ranks."""
+        """Return the outcome of each library's fastest call, over all ranks."""
         of_all = self.comm.allgather([(trial.rounds, trial.wrong) for trial in trials])
         outcomes: dict[str, Outcome] = {}
         for index, trial in enumerate(trials):
@@ -301,9 +301,9 @@ class Measuring:
             spread = (max(slowest) - min(slowest)) / complete
             outcome = Outcome(complete * 1e6, issue, wrong, trial.eager, trial.way, spread)
             if trial.name in outcomes:
-                ways = (outcomes[trial.name], outcome)
-                # The wrong elements of every way count, even if the table shows another way.
-                wrongs = [way.wrong for way in ways if way.wrong is not None]
-                outcome = replace(min(ways, key=lambda way: way.time_us), wrong=max(wrongs, default=None))
+                both = (outcomes[trial.name], outcome)
+                # The wrong elements of every call count, even if the table shows another call.
+                wrongs = [each.wrong for each in both if each.wrong is not None]
+                outcome = replace(min(both, key=lambda each: each.time_us), wrong=max(wrongs, default=None))
             outcomes[trial.name] = outcome
         return outcomes

@@ -31,7 +31,7 @@ class ResultRow(NamedTuple):
 
 
 class Report:
-    """A table for these places. ``facts`` are the first columns, and ``own`` are the libraries that are mpicomm.
+    """A table with a group of columns for each place, after ``facts``. ``own`` are the libraries that are mpicomm.
 
     With ``issue`` a column has the time for which a call holds the caller. ``+-`` is the spread of the rounds of
     mpicomm. Each other library has two columns: its time, and this time divided by mpicomm's. First come ``parts`` of

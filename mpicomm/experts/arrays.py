@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K
+from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MAX_EXPERTS, MAX_TOP_K
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi.buffers import new_array, read
 from mpicomm.mpi.types import named_dtype
@@ -25,7 +25,7 @@ WIRE = "float8_e4m3fn"
 BY_EXPERT, BY_TOKEN = LAYOUTS = ("experts", "tokens")
 _SCALE_NBYTES = 4
 _HIDDEN_OF_WIRE = 4 * GROUP  # the scales of a row are whole packets
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class ExpertsConfig:
     """Whether a token has one row on a rank, and not one for each of its experts there."""
     wire: np.dtype[Any] | None = None
     """The type in which rows travel, with scales; None for `dtype`, without scales."""
-    most_few: int = FEW_TOKENS
+    max_few: int = FEW_TOKENS
     """Ranks with at most so many tokens use the low-latency kernels."""
 
     @property
     def in_packets(self) -> bool:
         """Whether rows travel as packets: in the layout by token, if no rank ever has many tokens."""
-        return self.by_token and self.max_tokens <= self.most_few
+        return self.by_token and self.max_tokens <= self.max_few
 
     @property
     def scales(self) -> int:
@@ -75,10 +75,10 @@ class ExpertsConfig:
     @property
     def places(self) -> int:
         """The number of places of pairs by expert."""
-        return self.most_places if self.by_token else self.capacity
+        return self.max_places if self.by_token else self.capacity
 
     @property
-    def most_places(self) -> int:
+    def max_places(self) -> int:
         """The most places that pairs and padding take."""
         return self.size * self.max_tokens * self.top_k + max(self.experts_per_rank) * (self.alignment - 1)
 
@@ -95,7 +95,7 @@ class ExpertsConfig:
     @property
     def few_tokens(self) -> int:
         """Ranks with at most so many tokens use the low-latency kernels; at most ``max_tokens``."""
-        return min(self.most_few, self.max_tokens)
+        return min(self.max_few, self.max_tokens)
 
     @property
     def recv_slots(self) -> int:
@@ -147,20 +147,20 @@ def checked_config(
             raise InvalidUsageError(
                 f"Experts: hidden={hidden} with wire_dtype={WIRE}: pass a multiple of {_HIDDEN_OF_WIRE}"
             )
-    if top_k > MOST_TOP_K:
-        raise InvalidUsageError(f"Experts: top_k={top_k}: pass {MOST_TOP_K} or less")
+    if top_k > MAX_TOP_K:
+        raise InvalidUsageError(f"Experts: top_k={top_k}: pass {MAX_TOP_K} or less")
     if layout not in LAYOUTS:
         raise InvalidUsageError(f"Experts: layout={layout!r}: pass one of {', '.join(LAYOUTS)}")
     by_token = layout == BY_TOKEN
     rows = 1 if capacity is None else _number(capacity, "capacity", 1)
     config = ExpertsConfig(experts, hidden, max_tokens, top_k, element, rows, alignment, blocks, by_token, wire)
     if capacity is None:
-        capacity = size * max_tokens if by_token else config.most_places
+        capacity = size * max_tokens if by_token else config.max_places
         config = replace(config, capacity=capacity)
-    if max(config.most_places, config.capacity) > _MOST_ROWS:
+    if max(config.max_places, config.capacity) > _MAX_ROWS:
         raise InvalidUsageError(
             f"Experts: max_tokens={max_tokens}, top_k={top_k} and capacity={capacity} on {size} ranks are more than "
-            f"{_MOST_ROWS} rows: pass smaller numbers"
+            f"{_MAX_ROWS} rows: pass smaller numbers"
         )
     return config
 
@@ -175,8 +175,8 @@ def _experts_per_rank(num_experts: int | Sequence[int], size: int) -> tuple[int,
     else:
         each, rest = divmod(_number(num_experts, "num_experts", 1), size)
         experts = tuple(each + (rank < rest) for rank in range(size))
-    if not 1 <= sum(experts) <= MOST_EXPERTS:
-        raise InvalidUsageError(f"Experts: num_experts={sum(experts)}: pass 1 to {MOST_EXPERTS}")
+    if not 1 <= sum(experts) <= MAX_EXPERTS:
+        raise InvalidUsageError(f"Experts: num_experts={sum(experts)}: pass 1 to {MAX_EXPERTS}")
     return experts
 
 

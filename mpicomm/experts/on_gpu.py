@@ -181,7 +181,7 @@ class ExpertsLaunches:
         return Launch(self._combines[dtype], arguments, sum(blocks), kernels.SUM_THREADS)
 
     def _blocks_for(self, what: str, tokens: int) -> tuple[int, int]:
-        return self.blocks[f"{what} of few" if tokens <= self._config.most_few else what]
+        return self.blocks[f"{what} of few" if tokens <= self._config.max_few else what]
 
 
 def open_on_gpus(session: Session, config: ExpertsConfig, backend: GpuBackend) -> tuple[SharedMemory, ExpertsLaunches]:

@@ -16,7 +16,7 @@ from mpicomm.mpi.types import covered_dtype
 from mpicomm.session import Session
 
 Array = npt.NDArray[Any]
-_LARGEST, _LEAST_LARGEST = 448, 1e-4  # as in experts_quantize.cu
+_LARGEST, _MIN_LARGEST = 448, 1e-4  # as in experts_quantize.cu
 
 
 class DispatchArrays(NamedTuple):
@@ -199,6 +199,6 @@ def _stack(arrays: Sequence[Array]) -> Array:
 def _quantize(x: Array) -> tuple[Array, Array]:
     """Return rows as fp8, and their scales: see experts_quantize.cu."""
     groups = x.astype(np.float32).reshape(len(x), x.shape[1] // GROUP, GROUP)
-    largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_LEAST_LARGEST))
+    largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_MIN_LARGEST))
     values = groups * (np.float32(_LARGEST) / largest)[:, :, None]
     return values.reshape(x.shape).astype(covered_dtype(WIRE)), largest / np.float32(_LARGEST)

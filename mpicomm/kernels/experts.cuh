@@ -53,8 +53,8 @@
 namespace mpicomm {
 
 // The host's copies of these constants and of Experts are in experts.py; a test compares them.
-constexpr u32 kMostExperts = 512;
-constexpr u32 kMostTopK = kLanes;
+constexpr u32 kMaxExperts = 512;
+constexpr u32 kMaxTopK = kLanes;
 constexpr u32 kFewTokens = 256;
 constexpr u32 kPartPackets = 4;
 constexpr u64 kWarpNbytes = kLanes * kPacketNbytes;

@@ -12,8 +12,8 @@ from mpicomm.kernels.variant import KERNEL_DIR, Variant, u32, u64
 DISPATCH_THREADS = 384
 SUM_THREADS = 256
 QUANTIZE_THREADS = 384
-MOST_EXPERTS = 512
-MOST_TOP_K = 32
+MAX_EXPERTS = 512
+MAX_TOP_K = 32
 DISPATCH, COMBINE, ROUTES, ROOM = 9, 10, 11, 12  # of ``enum Operation``
 
 BLOCKS_OF_A_MULTIPROCESSOR = 2  # of __launch_bounds__ of both kernels

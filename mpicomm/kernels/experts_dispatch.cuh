@@ -55,7 +55,7 @@ struct Dispatch {
 constexpr u32 kNoExpert = ~0u;      // the id of a slot without an expert
 constexpr u32 kWrongExpert = ~1u;   // in a packet: the id is no expert
 constexpr u32 kNewRank = 1u << 30;  // in a packet: no earlier slot of the token has an expert of this rank
-static_assert(kMostExperts <= kNewRank && (kNewRank | kMostExperts) < kWrongExpert, "packets tell these apart");
+static_assert(kMaxExperts <= kNewRank && (kNewRank | kMaxExperts) < kWrongExpert, "packets tell these apart");
 
 MPICOMM_DEVICE i64 id_of(const Dispatch& x, u64 pair) {
   return x.wide_ids ? static_cast<const i64*>(x.ids)[pair] : static_cast<const i32*>(x.ids)[pair];

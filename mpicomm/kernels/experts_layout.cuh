@@ -6,7 +6,7 @@
 namespace mpicomm {
 
 // The columns of a count: the pairs of each expert, then the rows of each rank in the layout by token.
-constexpr u32 kMostColumns = kMostExperts + kMaxRanks;
+constexpr u32 kMaxColumns = kMaxExperts + kMaxRanks;
 
 // A pair, or a token with slot 0.
 struct Route {
@@ -16,10 +16,10 @@ struct Route {
 };
 
 struct Layout {
-  u32 histograms[kWarps][kMostColumns];  // the pairs of a warp, later its next place
-  u32 before[kMostColumns];  // the pairs of earlier blocks
-  u32 totals[kMostColumns];  // the pairs of later blocks, then of all
-  u32 offsets[kMostExperts + 1];  // of all experts of all ranks, one after the other
+  u32 histograms[kWarps][kMaxColumns];  // the pairs of a warp, later its next place
+  u32 before[kMaxColumns];  // the pairs of earlier blocks
+  u32 totals[kMaxColumns];  // the pairs of later blocks, then of all
+  u32 offsets[kMaxExperts + 1];  // of all experts of all ranks, one after the other
   u32 tokens[kMaxRanks];          // of each source
 };
 

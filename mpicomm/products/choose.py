@@ -35,7 +35,7 @@ _COPY_US = 8.0  # the time from a fork to the first byte, and the rest of an eng
 _PRODUCT_US = 1.5  # each further product
 _PULL_US = 2.0  # the first loads over a link
 _SAVING = 0.98  # overlap has to pay by more than the model errs
-_MOST_PARTS = 4
+_MAX_PARTS = 4
 
 ProductKind = Literal["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
 _KINDS: tuple[ProductKind, ...] = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
@@ -174,7 +174,7 @@ def _scatter_cuts(problem: ProductProblem) -> list[tuple[float, RowCut]]:
 
 def _reduce_cuts(problem: ProductProblem) -> list[tuple[float, RowCut]]:
     found = []
-    for parts in range(1, _MOST_PARTS + 1):
+    for parts in range(1, _MAX_PARTS + 1):
         rows = -(-problem.shard_rows // parts)
         nbytes = rows * problem.row_nbytes
         product, copy = _product_us(problem, rows), _copy_us(problem, rows)

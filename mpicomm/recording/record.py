@@ -1,4 +1,4 @@
-"""Record: a call of this rank; the record of the call in which this thread is; this rank's clock; counts of calls.
+"""The record of a call, the open records of this thread, this rank's clock, and counts of calls.
 
 The reader of traces has no MPI.
 """

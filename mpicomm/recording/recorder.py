@@ -1,4 +1,4 @@
-"""Recorder: it writes the records of this process to its trace file and as NVTX ranges, and counts them.
+"""The outputs of records: the trace file of this process, NVTX ranges, and counts.
 
 A trace file has the JSON array format of Chrome's Trace Event Format, one event in each line. Perfetto and
 chrome://tracing read such a file even if its end is missing, as after a crash.
@@ -34,7 +34,7 @@ _MAX_BUFFERED_NS = 1_000_000_000
 
 
 class TraceFile:
-    """The file ``path``, which it replaces, for the calls of the process with that `process_number`.
+    """The trace of one process in the file ``path``, which it overwrites. ``rank`` is the `process_number`.
 
     Raises `InvalidUsageError` if the file cannot be opened. If it cannot be written later, as on a full disk, the trace
     ends there with a warning. Its methods are for any thread.
@@ -146,10 +146,10 @@ NVTX = "nvtx"
 
 
 class Recorder:
-    """The records of the process with that number, for all its communicators that have these settings.
+    """The outputs of this process, for all communicators with these ``settings``: trace file, NVTX ranges, counts.
 
-    ``reports`` says whether this process prints the table of MPICOMM_STATS. The recorder ends with the process. Raises
-    `InvalidUsageError` if the file cannot be written.
+    ``number`` is the `process_number`. ``reports`` says whether this process prints the table of MPICOMM_STATS. The
+    recorder ends with the process. Raises `InvalidUsageError` if the file cannot be written.
     """
 
     def __init__(self, settings: environment.Recording, number: int, *, reports: bool) -> None:
