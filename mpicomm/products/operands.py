@@ -34,14 +34,11 @@ class Library:
         """Return the argument ``name`` as an array of the library. Raises `InvalidUsageError` for other arrays."""
         if self._backend is not None:
             return self._backend.asarray(array, name)
-        if type(array) is np.ndarray:
-            return array
-        if _is_tensor(array) or _is_on_device(array):
-            raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a NumPy array: pass NumPy arrays")
-        try:
-            return np.asarray(array)
-        except (TypeError, ValueError) as error:
-            raise InvalidUsageError(f"{name} is no array: {error}; pass a NumPy array") from None
+        if not isinstance(array, np.ndarray):
+            raise InvalidUsageError(
+                f"{name} is a {type(array).__name__}: pass all arrays of NumPy, or all of CuPy, or all of PyTorch"
+            )
+        return array
 
     @staticmethod
     def device_of(array: Any) -> int | None:

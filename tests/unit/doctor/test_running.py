@@ -168,11 +168,11 @@ TEXTS = (
 )
 
 
-def put_text(board: bytearray, text: bytes) -> None:
+def put_text(page_bytes: bytearray, text: bytes) -> None:
     """Write the text with number 1."""
     at = layout.TEXTS_AT + layout.text_at(1)
-    struct.pack_into("q", board, at, 1)
-    board[at + 8 : at + layout.TEXT_NBYTES] = text[: layout.TEXT_NBYTES - 8].ljust(layout.TEXT_NBYTES - 8, b"\0")
+    struct.pack_into("q", page_bytes, at, 1)
+    page_bytes[at + 8 : at + layout.TEXT_NBYTES] = text[: layout.TEXT_NBYTES - 8].ljust(layout.TEXT_NBYTES - 8, b"\0")
 
 
 PLACES = [8 * word for word in range(layout.PID + 1, layout.HEADER_WORDS)]

@@ -1,4 +1,4 @@
-"""The launches of Experts on GPUs, on devices that only note them: their arguments, blocks, order and streams."""
+"""The launches of Experts on GPUs, on devices that only record them: their arguments, blocks, order and streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN, TOP_K, TOKENS = 512, 2, 300
 
 
 @dataclass
-class Noted:
+class RecordedLaunch:
     """A launch."""
 
     entry: str
@@ -37,19 +37,19 @@ class Noted:
 
 
 class ExpertsDevice(WindowDevice):
-    """It notes the launches of experts. Fails if a kernel that waits for peers is not loaded beforehand."""
+    """Records the launches of experts. Fails if a kernel that waits for peers is not loaded beforehand."""
 
     multiprocessors = 40
     info = SimpleNamespace(compute_capability=(9, 0), uuid=b"")
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         super().__init__(rank, timeout_s)
-        self.noted: list[Noted] = []
+        self.launches: list[RecordedLaunch] = []
 
     def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
         assert variant in self.loaded and threads > 0
-        self.noted.append(
-            Noted(variant.entry, type(arguments).from_buffer_copy(arguments), stream, blocks, variant.options)
+        self.launches.append(
+            RecordedLaunch(variant.entry, type(arguments).from_buffer_copy(arguments), stream, blocks, variant.options)
         )
 
     def of(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -64,11 +64,11 @@ class Rig:
     comm: mpicomm.Communicator
     device: ExpertsDevice
 
-    def dispatch(self, experts: Experts, tokens: int, **options: Any) -> tuple[mpicomm.Received, list[Noted]]:
-        of, noted = self.device.of, self.device.noted
+    def dispatch(self, experts: Experts, tokens: int, **options: Any) -> tuple[mpicomm.Received, list[RecordedLaunch]]:
+        of, launches = self.device.of, self.device.launches
         x, ids = of((tokens, HIDDEN), np.float32), of((tokens, TOP_K), np.int32)
-        noted.clear()
-        return experts.dispatch(x, ids, stream=5, **options), list(noted)
+        launches.clear()
+        return experts.dispatch(x, ids, stream=5, **options), list(launches)
 
 
 @pytest.fixture
@@ -109,13 +109,13 @@ def test_launches_have_the_arrays_of_the_result(rig: Rig) -> None:
         assert x.rows.first == address(received.x)
         assert (x.capacity, x.all_places) == (rig.comm.size * TOKENS, len(received.rows.memory))
         y = experts.combine(received.x, received, stream=5)
-        combine = rig.device.noted[-1]
+        combine = rig.device.launches[-1]
         assert (combine.entry, combine.stream) == ("mpicomm_experts_combine", 5)
         assert (combine.arguments.token_rows, combine.arguments.output) == (address(received.token_rows), address(y))
     with experts_of(rig) as experts:
         received, (dispatch,) = rig.dispatch(experts, 4)
         experts.combine(received.x, received, weighted=False, stream=5)
-        combine = rig.device.noted[-1]
+        combine = rig.device.launches[-1]
         assert (dispatch.arguments.token_rows, combine.arguments.token_rows, combine.arguments.row_weights) == (0, 0, 0)
 
 
@@ -126,7 +126,7 @@ def test_rows_travel_in_packets_by_token_if_there_are_never_many(rig: Rig, layou
     with experts_of(rig, layout=layout, max_tokens=max_tokens) as experts:
         received, (dispatch,) = rig.dispatch(experts, 4)
         experts.combine(received.x, received, stream=5)
-        combine = rig.device.noted[-1]
+        combine = rig.device.launches[-1]
         assert dispatch.entry == f"mpicomm_experts_dispatch{'_few' if in_packets else ''}"
         assert ("-DMPICOMM_IN_PACKETS=true" in combine.options) == in_packets
         x = dispatch.arguments.experts
@@ -143,7 +143,7 @@ def test_blocks_depend_on_the_number_of_tokens_and_stay_below_the_bound(rig: Rig
         for tokens, mode in ((256, " of few"), (257, "")):
             received, (dispatch,) = rig.dispatch(experts, tokens)
             experts.combine(received.x, received, stream=5)
-            combine = rig.device.noted[-1]
+            combine = rig.device.launches[-1]
             assert (dispatch.blocks, combine.blocks) == tuple(
                 experts.blocks[name + mode] for name in ("dispatch", "combine")
             )
@@ -153,7 +153,7 @@ def test_blocks_depend_on_the_number_of_tokens_and_stay_below_the_bound(rig: Rig
                 )
 
 
-def test_tokens_are_quantised_before_they_leave(rig: Rig) -> None:
+def test_tokens_are_quantized_before_they_leave(rig: Rig) -> None:
     pytest.importorskip("ml_dtypes")
     with experts_of(rig, wire_dtype="float8_e4m3fn") as experts:
         received, (quantize, dispatch) = rig.dispatch(experts, 4)
