@@ -57,7 +57,7 @@ class HostExperts:
         """Return the rows of this rank's experts. ``read_arguments`` raises for bad arguments."""
         config, made = self._config, list[DispatchArrays]()
 
-        def outgoing() -> tuple[Array, ...]:
+        def routes() -> tuple[Array, Array]:
             made.append(given := read_arguments())
             ids = given.ids.astype(np.int64)
             wrong = np.argwhere((ids < -1) | (ids >= config.num_experts))
@@ -67,14 +67,10 @@ class HostExperts:
                     f"Experts.dispatch: topk_ids of rank {self._rank} has the id {ids[token, slot]} at token {token}: "
                     f"pass 0 to {config.num_experts - 1}, or -1 for none"
                 )
-            weights = np.ones(ids.shape, np.float32) if given.weights is None else given.weights
-            if given.scales is not None:
-                return ids, weights, given.x.view(covered_dtype(WIRE)), given.scales
-            return ids, weights, *(_quantize(given.x) if config.scales else (given.x,))
+            return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights
 
-        per_rank = self._session.group.allgather("Experts.dispatch", outgoing)
-        ids, weights, *rows = (_stack(arrays) for arrays in zip(*per_rank, strict=True))
-        num_tokens = [len(arrays[0]) for arrays in per_rank]
+        all_ids, all_weights = zip(*self._session.group.allgather("Experts.dispatch", routes), strict=True)
+        ids, weights, num_tokens = _stack(all_ids), _stack(all_weights), list(map(len, all_ids))
         for rank, count in enumerate(num_tokens):
             ids[count:, rank] = -1
         owners = np.searchsorted(config.firsts, ids, side="right") - 1  # the rank of each slot's expert, or -1
@@ -89,13 +85,19 @@ class HostExperts:
                     "Experts: create it with a larger capacity",
                     ranks=[rank],
                 )
-        received = made[0].received
+        given, received = made[0], made[0].received
         host_view(received.tokens)[:] = num_tokens
         numbers, tokens, ranks, end = self._lay_out(received, ids, weights, owners, counts)
-        for array, target in zip(rows, (received.x, received.scales), strict=False):
+        if given.scales is not None:
+            rows: tuple[Array, ...] = given.x.view(covered_dtype(WIRE)), given.scales
+        else:
+            rows = _quantize(given.x) if config.scales else (given.x,)
+        # By MPI itself, because the agreement above has a time limit, which long rows may exceed.
+        all_rows = zip(*self._session.private.allgather(rows), strict=True)
+        for arrays, target in zip(all_rows, (received.x, received.scales), strict=False):
             view = host_view(target)
             view[:end] = 0
-            view[numbers] = array[tokens, ranks]
+            view[numbers] = _stack(arrays)[tokens, ranks]
         return received
 
     def combine(self, read_arguments: Callable[[], CombineArrays], *, weighted: bool) -> CombineArrays:
