@@ -80,38 +80,34 @@ class Clock(NamedTuple):
 
 
 def clocks_of(traces: Sequence[Trace]) -> dict[int, Clock]:
-    """Return the clock of each rank. The common clock is the clock that most ranks have compared their own with.
+    """Return the clock of each rank. The common clock is the clock with which most ranks have compared their own.
 
     A rank may have compared its clock only with another rank, and then follows that rank. If no chain of such readings
     leads to the common clock, the wall clocks of the two ranks serve.
     """
     references = Counter(reading["reference"] for trace in traces for reading in trace.clocks)
     common = min(references, key=lambda rank: (-references[rank], rank))
-    by_rank = {trace.rank: trace for trace in traces}
     clocks: dict[int, Clock] = {common: Clock(((0.0, 0.0),))}
-    known = -1
-    while known != len(clocks):  # a rank may follow a rank that this round has found
-        known = len(clocks)
-        for trace in traces:
-            if trace.rank not in clocks:
-                readings = [each for each in trace.clocks if each["reference"] in clocks]
-                if readings:
-                    clocks[trace.rank] = _by_readings(readings, clocks)
-    base = by_rank[common] if common in by_rank else traces[0]
-    for trace in traces:
-        if trace.rank not in clocks:
-            mine, others = (each.clocks[0]["wall_ns"] - each.clocks[0]["time_ns"] for each in (trace, base))
-            clocks[trace.rank] = Clock(((0.0, float(mine - others)),), by_wall_clock=True)
+
+    def known(trace: Trace) -> list[dict[str, Any]]:
+        return [reading for reading in trace.clocks if reading["reference"] in clocks]
+
+    others = [trace for trace in traces if trace.rank != common]
+    while ready := next((trace for trace in others if known(trace)), None):
+        others.remove(ready)
+        points: dict[float, float] = {}
+        for reading in known(ready):
+            own_ns, reference = reading["time_ns"], clocks[reading["reference"]]
+            points[float(own_ns)] = reference.common_ns(own_ns + reading["offset_ns"]) - own_ns
+        uncertainty_ns = max(
+            reading["uncertainty_ns"] + clocks[reading["reference"]].uncertainty_ns for reading in known(ready)
+        )
+        clocks[ready.rank] = Clock(tuple(sorted(points.items())), uncertainty_ns)
+    base = next((trace for trace in traces if trace.rank == common), traces[0])
+    for trace in others:
+        own_ns, base_ns = (each.clocks[0]["wall_ns"] - each.clocks[0]["time_ns"] for each in (trace, base))
+        clocks[trace.rank] = Clock(((0.0, float(own_ns - base_ns)),), by_wall_clock=True)
     return clocks
-
-
-def _by_readings(readings: Sequence[dict[str, Any]], clocks: dict[int, Clock]) -> Clock:
-    points = {}
-    for reading in readings:
-        then = reading["time_ns"]
-        points[float(then)] = clocks[reading["reference"]].common_ns(then + reading["offset_ns"]) - then
-    uncertainty = max(each["uncertainty_ns"] + clocks[each["reference"]].uncertainty_ns for each in readings)
-    return Clock(tuple(sorted(points.items())), uncertainty)
 
 
 class Wait(NamedTuple):
