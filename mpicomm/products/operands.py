@@ -22,7 +22,7 @@ Multiply = Callable[[Any, Any, Any], object]
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
-class Library:
+class ArrayLibrary:
     """NumPy, or CuPy, whose functions have the same names: matrices, their rows, and their products. Local."""
 
     def __init__(self, module: Any, backend: GpuBackend | None = None) -> None:
@@ -88,7 +88,7 @@ class _Stream:
         return 0, self.address
 
 
-class _Torch(Library):
+class TorchLibrary(ArrayLibrary):
     """PyTorch, on the host and on GPUs."""
 
     def read(self, array: Any, name: str) -> Any:
@@ -121,14 +121,14 @@ class _Torch(Library):
         return self._module.cuda.stream(self._module.cuda.ExternalStream(stream))
 
 
-def library_of(array: Any, gpu: Callable[[], GpuBackend] | None) -> Library:
+def library_of(array: Any, gpu: Callable[[], GpuBackend] | None) -> ArrayLibrary:
     """Return the library of a matrix. ``gpu`` opens this rank's GPU; it is None on a communicator of the host."""
     if _is_tensor(array):
-        return _Torch(sys.modules["torch"])
+        return TorchLibrary(sys.modules["torch"])
     if gpu is None or not _is_on_device(array):
-        return Library(np)
+        return ArrayLibrary(np)
     backend = gpu()  # it imports CuPy
-    return Library(sys.modules["cupy"], backend)
+    return ArrayLibrary(sys.modules["cupy"], backend)
 
 
 def _is_tensor(array: Any) -> bool:
@@ -139,7 +139,7 @@ def _is_tensor(array: Any) -> bool:
 def _is_on_device(array: Any) -> bool:
     if hasattr(array, "__cuda_array_interface__"):
         return True
-    return hasattr(array, "__dlpack_device__") and Library.device_of(array) is not None
+    return hasattr(array, "__dlpack_device__") and ArrayLibrary.device_of(array) is not None
 
 
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
@@ -286,7 +286,7 @@ def _shape(array: Any) -> str:
 
 
 def _read_scales(
-    kind: str, library: Library, scaling: Scaling, a: Any, b: Any, product: Multiply | None
+    kind: str, library: ArrayLibrary, scaling: Scaling, a: Any, b: Any, product: Multiply | None
 ) -> tuple[Any, Any] | None:
     """Return the scales of a call; None for a product without scales. Local; raises `InvalidUsageError`."""
     dtype = types.name_of(a.dtype)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpicomm.recording.tracer import Tracer
 
 CLOCK = "mpicomm_clock"
-"""The event with a `Reading` of the rank's clock."""
+"""The event with a `ClockReading` of the rank's clock."""
 DEVICE = "device"
 """The category of the work of calls on a device."""
 
@@ -60,7 +60,7 @@ class Record:
     """The NVTX ranges that are open."""
 
 
-Reading = dict[str, int]
+ClockReading = dict[str, int]
 """This rank's clock, compared with the clock of the process with the number ``reference``.
 
 At ``time_ns`` of this rank's clock it is late by ``offset_ns``, give or take ``uncertainty_ns``.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mpicomm import environment, log
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger, open_file
-from mpicomm.recording.record import CLOCK, DEVICE, Counts, Reading, Record, now_ns, record_slow_path
+from mpicomm.recording.record import CLOCK, DEVICE, ClockReading, Counts, Record, now_ns, record_slow_path
 from mpicomm.sizes import rich_console
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class TraceFile:
         self._describe("process_sort_index", sort_index=rank)
         self.flush()
 
-    def add_clock(self, reading: Reading) -> None:
+    def add_clock(self, reading: ClockReading) -> None:
         """Write a reading of this rank's clock."""
         wall_ns = time.time_ns() - now_ns() + reading["time_ns"]
         self._describe(CLOCK, rank=self._rank, host=socket.gethostname(), wall_ns=wall_ns, **reading)

@@ -21,7 +21,16 @@ from mpicomm.cluster.process import boot_id, namespace, process_number
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError, MpicommError
 from mpicomm.log import logger
-from mpicomm.recording.record import Category, Counts, Reading, Record, current, now_ns, open_records, record_slow_path
+from mpicomm.recording.record import (
+    Category,
+    ClockReading,
+    Counts,
+    Record,
+    current,
+    now_ns,
+    open_records,
+    record_slow_path,
+)
 from mpicomm.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -36,7 +45,7 @@ def clock_key() -> str:
     return f"{boot_id()}/{namespace('time')}"
 
 
-def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
+def read_clocks(group: Group, comm: MPI.Intracomm) -> ClockReading:
     """Compare this rank's clock with the clock of the first rank of ``group``. Collective, blocking.
 
     ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Any other rank pings the first rank,
@@ -47,7 +56,7 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
     first, (first_key, reference) = group.ranks[0], clocks[0]
     others = [rank for rank, (key, _) in zip(group.ranks, clocks, strict=True) if key != first_key]
 
-    def compare() -> Reading:
+    def compare() -> ClockReading:
         if comm.rank == first:
             for rank in [rank for rank in others for _ in range(_ROUNDS)]:
                 comm.recv(None, rank, _TAG)

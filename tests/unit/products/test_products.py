@@ -58,8 +58,8 @@ class Products:
             importlib.import_module(f"mpicomm.products.{name}") for name in ("overlapped", "operands")
         )
         self._read = operands.Operands
-        monkeypatch.setattr(operands.Library, "memory", lambda library, *given: self._memory(*given))
-        monkeypatch.setattr(operands.Library, "current", lambda library, stream: nullcontext())
+        monkeypatch.setattr(operands.ArrayLibrary, "memory", lambda library, *given: self._memory(*given))
+        monkeypatch.setattr(operands.ArrayLibrary, "current", lambda library, stream: nullcontext())
         self.made: list[int] = []
         self.multiplied: list[tuple[int, int]] = []
         engine = self.rig.engine
