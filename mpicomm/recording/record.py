@@ -72,26 +72,22 @@ def now_ns() -> int:
     return time.perf_counter_ns()
 
 
-class _Calls(threading.local):
+class _OpenCalls(threading.local):
     def __init__(self) -> None:
-        self.open: list[Record] = []
+        self.records: list[Record] = []
 
 
-_calls = _Calls()
-
-
-def open_records() -> list[Record]:
-    """Return the records of the calls in which this thread is, the innermost last."""
-    return _calls.open
+open_calls = _OpenCalls()
+"""The records of the calls in which this thread is, the innermost last."""
 
 
 def current() -> Record | None:
     """Return the record of the innermost call of this thread, None outside of recorded calls."""
-    return _calls.open[-1] if _calls.open else None
+    return open_calls.records[-1] if open_calls.records else None
 
 
-def record_slow_path(reason: str) -> None:
-    """Record why the current call takes a slow path."""
+def add_slow_path(reason: str) -> None:
+    """Add the reason why the current call takes a slow path."""
     record = current()
     if record is not None and reason not in record.slow_ways:
         record.slow_ways.append(reason)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mpicomm import environment, log
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger, open_file
-from mpicomm.recording.record import CLOCK, DEVICE, ClockReading, Counts, Record, now_ns, record_slow_path
+from mpicomm.recording.record import CLOCK, DEVICE, ClockReading, Counts, Record, add_slow_path, now_ns
 from mpicomm.sizes import rich_console
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ class Recorder:
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
             self.file = TraceFile(log.file_name(_of_one_rank(settings.trace), number), number)
-        if record_slow_path not in log.slow_path_listeners:
-            log.slow_path_listeners.append(record_slow_path)
+        if add_slow_path not in log.slow_path_listeners:
+            log.slow_path_listeners.append(add_slow_path)
         atexit.register(self._finish)
 
     def open_range(self, record: Record, text: str) -> None:

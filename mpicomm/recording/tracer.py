@@ -21,16 +21,7 @@ from mpicomm.cluster.process import boot_id, namespace, process_number
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError, MpicommError
 from mpicomm.log import logger
-from mpicomm.recording.record import (
-    Category,
-    ClockReading,
-    Counts,
-    Record,
-    current,
-    now_ns,
-    open_records,
-    record_slow_path,
-)
+from mpicomm.recording.record import Category, ClockReading, Counts, Record, add_slow_path, current, now_ns, open_calls
 from mpicomm.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -140,7 +131,7 @@ class Tracer:
 
         ``numbered`` is for calls that all ranks make in one order.
         """
-        records = open_records()
+        records = open_calls.records
         record = Record(self, operation, category, nested=bool(records), **facts)
         if numbered and not records:
             self._calls += 1
@@ -228,7 +219,7 @@ class DeviceTracer:
             def traced(plan: Any, stream: int, *arguments: Any, **keywords: Any) -> bool:
                 algorithm, why, slow = plan.choice
                 if slow:
-                    record_slow_path(slow)
+                    add_slow_path(slow)
                 with self.enqueued(stream, algorithm, why):
                     return enqueue(plan, stream, *arguments, **keywords)
 
