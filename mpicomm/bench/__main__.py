@@ -135,10 +135,8 @@ def main() -> int:
     report = Report(FACTS, places, others, ("algbw", "busbw"), own=own, issue=issue)
 
     def measure_all(case: Case) -> ResultRow:
-        def measure_at(place: str) -> Measured:
-            return measure(measuring, libraries, content, case.at(place), options.check, vary=options.vary)
-
-        return row_of(case, {place: measure_at(place) for place in places})
+        given, more = (measuring, libraries, content), {"checks": options.check, "vary": options.vary}
+        return row_of(case, {place: measure(*given, case.at(place), **more) for place in places})
 
     return report.make(run, f"bench {operation.name}", [how, arrays], cases, measure_all, libraries, absent)
 

@@ -157,7 +157,15 @@ class Recorder:
         self._reports = reports and settings.stats
         self._process = os.getpid()
         self._pending: deque[tuple[Record, StreamInterval]] = deque()
-        self._nvtx: Any = None if settings.trace is None else _nvtx(required=settings.trace == NVTX)
+        self._nvtx: Any = None
+        if settings.trace is not None:
+            try:
+                self._nvtx = importlib.import_module("nvtx")
+            except ImportError as error:
+                if settings.trace == NVTX:
+                    way_out = 'pip install -e ".[nvtx]", or name a file'
+                    text = f'MPICOMM_TRACE="nvtx" needs the package nvtx: {way_out} ({error})'
+                    raise InvalidUsageError(text) from error
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
             self.file = TraceFile(log.file_name(_of_one_rank(settings.trace), number), number)
@@ -233,15 +241,3 @@ def _of_one_rank(pattern: str) -> str:
     if "%r" in pattern or (path.exists() and not path.is_file()):
         return pattern
     return str(path.with_name(f"{path.stem}-%r{path.suffix}"))
-
-
-def _nvtx(*, required: bool) -> Any:
-    """Return the package nvtx; None without it, or `InvalidUsageError` if it is ``required``."""
-    try:
-        return importlib.import_module("nvtx")
-    except ImportError as error:
-        if not required:
-            return None
-        raise InvalidUsageError(
-            f'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install -e ".[nvtx]", or name a file ({error})'
-        ) from error
