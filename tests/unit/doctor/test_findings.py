@@ -234,22 +234,19 @@ def earlier(one: RunningRank, seconds: float = 3.0) -> RunningRank:
     return replace(one, time_ns=one.time_ns - int(seconds * 1e9))
 
 
-def look(
-    ranks: Sequence[RunningRank],
-    before: Sequence[RunningRank] = (),
-    uninitialized: dict[tuple[int, int], Process] | None = None,
-) -> WaitReport:
+def report(ranks: Sequence[RunningRank], before: Sequence[RunningRank] = (), **unseen: Any) -> WaitReport:
     was = before or [earlier(each) for each in ranks]
-    return WaitReport(RunningJob(tuple(ranks), uninitialized or {}), {each.process.pid: each for each in was})
+    job = RunningJob(tuple(ranks), unseen.get("uninitialized", {}))
+    return WaitReport(job, {each.process.pid: each for each in was})
 
 
 def texts(*ranks: RunningRank) -> list[str]:
-    return [wait.text for wait in look(ranks).waits()]
+    return [wait.text for wait in report(ranks).waits()]
 
 
 def test_the_rank_with_the_fewest_calls_is_late() -> None:
     ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 5, ago_s=12.0)), rank(2, calls(2, 4, "Bcast(int8)", ago_s=15.0))]
-    (wait,) = look(ranks).waits()
+    (wait,) = report(ranks).waits()
     assert wait.text == (
         f"rank 2 is behind: it has made 4 calls of world, the others 5 ({SUM}). Rank 2 (process 1002) sleeps, and has "
         "begun no collective call since Bcast(int8) 15.0 s ago"
@@ -261,14 +258,14 @@ def test_ranks_that_go_on_are_not_late_and_several_may_be() -> None:
     (said,) = texts(rank(0, calls(0, 5)), rank(1, calls(1, 4)), rank(2, calls(2, 1)))
     assert said.startswith(f"ranks 1, 2 are behind: they have made 1 to 4 calls of world, the others 5 ({SUM}). Rank 1")
     ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 4))]
-    assert look(ranks, [ranks[0], rank(1, calls(1, 3))]).waits() == []
+    assert report(ranks, [ranks[0], rank(1, calls(1, 3))]).waits() == []
     # A call is the same in MPI and in mapped memory.
     assert texts(rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 5)), rank(2, calls(2, 5))) == []
 
 
-def test_a_wait_in_mpi_is_as_old_as_the_look() -> None:
+def test_a_wait_in_mpi_is_as_old_as_the_samples() -> None:
     ranks = [rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 4))]
-    (wait,) = look(ranks).waits()
+    (wait,) = report(ranks).waits()
     assert (wait.seconds, wait.exact) == (3.0, False)
 
 
@@ -295,7 +292,7 @@ def test_ranks_that_wait_in_mpi_after_calls_in_different_orders(
 ) -> None:
     for first, second in ((mine, theirs), (theirs, mine)):
         ranks = [rank(0, by_mpi(0, *first)), rank(1, by_mpi(1, *second))]
-        (wait,) = look(ranks).waits()
+        (wait,) = report(ranks).waits()
         assert wait.text.startswith(
             f"ranks called different things of world: rank 0: {first[2]} by MPI, its call {first[0]} by MPI, after "
             f"{first[1]} other call"
@@ -303,7 +300,7 @@ def test_ranks_that_wait_in_mpi_after_calls_in_different_orders(
         assert f"rank 1: {second[2]} by MPI, its call {second[0]} by MPI, after {second[1]} other call" in wait.text
         assert "(the last is Bcast(float32, count=3, root=0))" in wait.text and "end the job, and make" in wait.text
         assert wait.pids == (1000, 1001)
-        assert [line.waits_for for line in look(ranks).rows()] == ["rank 1", "rank 0"]
+        assert [line.waits_for for line in report(ranks).rows()] == ["rank 1", "rank 0"]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +317,7 @@ def test_ranks_with_calls_in_one_order(mine: tuple[int, int, str], theirs: tuple
         assert all("behind" in each for each in said) and len(said) == (mine != theirs)
     going_on = [rank(0, by_mpi(0, 4, 1, "Barrier")), rank(1, by_mpi(1, 4, 0, "Allreduce"))]
     before = [earlier(going_on[0]), earlier(rank(1, by_mpi(1, 3, 0, "Barrier")))]
-    assert look(going_on, before).waits() == []
+    assert report(going_on, before).waits() == []
 
 
 def test_ranks_that_send_to_each_other() -> None:
@@ -340,14 +337,14 @@ def test_a_receive_from_any_rank_and_messages_one_after_the_other() -> None:
         return [rank(0, replace(calls(0, 5), messages=(message,))), rank(1, calls(1, 5))]
 
     assert texts(*receiving(1, -2)) == ["rank 0 waits in a receive from any rank of world"]
-    assert look(receiving(8), [earlier(each) for each in receiving(7)]).waits() == []
+    assert report(receiving(8), [earlier(each) for each in receiving(7)]).waits() == []
 
 
 def test_a_chain_of_waits_begins_with_the_rank_that_does_not_wait() -> None:
     step = Step("Free", NOW_NS - int(60e9), (0, 1, 2))
     receiving = replace(calls(1, 5), messages=(BlockedMessage("receive", 2, 3, 9),))
     ranks = [rank(0, step=step), rank(1, receiving), rank(2, calls(2, 5))]
-    first, second = look(ranks).waits()
+    first, second = report(ranks).waits()
     assert first.text.startswith("rank 1 waits in a receive from rank 2 (tag 3) of world. Rank 2 (process 1002) sleeps")
     assert second.text == (
         "ranks 1, 2 of MPI.COMM_WORLD have not come: rank 0 waits in 'Free'. Rank 1 (process 1001) receives from rank "
@@ -358,7 +355,7 @@ def test_a_chain_of_waits_begins_with_the_rank_that_does_not_wait() -> None:
 
 def test_a_rank_that_has_not_come_to_a_step_has_no_communicator_or_no_process() -> None:
     step = Step("Communicator", NOW_NS - int(5e9), (0, 1, 2))
-    (wait,) = look([rank(0, step=step)], uninitialized={(1, 2): Process(77, 1, "python")}).waits()
+    (wait,) = report([rank(0, step=step)], uninitialized={(1, 2): Process(77, 1, "python")}).waits()
     assert wait.text == (
         "ranks 1, 2 of MPI.COMM_WORLD have not come: rank 0 waits in 'Communicator'. Rank 1 has no process on this "
         "machine: it has ended, or runs on another node. Rank 2, process 77, has not begun to make a Communicator"
@@ -371,7 +368,7 @@ def test_what_a_process_does() -> None:
 
     def said_of(late: RunningRank, cpu_s: float = 0.0) -> str:
         was = replace(earlier(late), process=replace(late.process, cpu_s=late.process.cpu_s - cpu_s))
-        (wait,) = look([ahead, late], [earlier(ahead), was]).waits()
+        (wait,) = report([ahead, late], [earlier(ahead), was]).waits()
         return wait.text.partition("(process 1001) ")[2].partition(", and has")[0]
 
     assert said_of(rank(1, calls(1, 4), state="T")) == "is stopped, by a signal or a debugger"
@@ -384,7 +381,7 @@ def test_lines_begin_with_the_communicator_in_which_ranks_wait() -> None:
     idle = [replace(calls(each, 3), key=1, name="a part") for each in range(2)]
     unused = [replace(calls(each, 0, ""), key=2, name="unused", since_ns=None) for each in range(2)]
     ranks = [rank(each, idle[each], unused[each], calls(each, 5 - each)) for each in range(2)]
-    assert [(line.communicator, line.rank, line.number, line.waits_for) for line in look(ranks).rows()] == [
+    assert [(line.communicator, line.rank, line.number, line.waits_for) for line in report(ranks).rows()] == [
         ("world", 0, 5, "rank 1"),
         ("world", 1, 4, ""),
         ("a part", 0, 3, ""),
@@ -394,4 +391,4 @@ def test_lines_begin_with_the_communicator_in_which_ranks_wait() -> None:
 
 def test_a_call_on_a_gpu_may_be_only_enqueued() -> None:
     ranks = [rank(0, replace(calls(0, 5), on_gpu=True))]
-    assert [line.process_state for line in look(ranks).rows()] == ["has enqueued it, and sleeps"]
+    assert [line.process_state for line in report(ranks).rows()] == ["has enqueued it, and sleeps"]
