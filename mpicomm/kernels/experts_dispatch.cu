@@ -47,8 +47,8 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Launch& launch, u64** flags) {
     const Part range(experts, loaded.part, lane);
     const u32 peers = targets_of(x, loaded, lane) & ~(1u << team.rank);
     const u32 recv_slot = recv_slot_of(experts, launch, x.num_tokens, loaded.token);
-    const auto store = [&](u8* row) { loaded.packets.store([&](u64 at) { return row + at; }, range); };
-    each_row(experts, peers, recv_slot, store);
+    const auto store_row = [&](u8* row) { loaded.packets.store([&](u64 at) { return row + at; }, range); };
+    each_row(experts, peers, recv_slot, store_row);
     unpublished.add(experts, experts.row_flags, i, peers, recv_slot, loaded.part, lane);
   };
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;

@@ -106,7 +106,7 @@ MPICOMM_DEVICE LoadedPart load_part(const Dispatch& x, u64 unit, u32 lane) {
   return loaded;
 }
 
-// The ranks with experts of a token. Notes them in the result of the dispatch, too.
+// The ranks with experts of a token. Stores them in the result of the dispatch, too.
 MPICOMM_DEVICE u32 targets_of(const Dispatch& x, const LoadedPart& loaded, u32 lane) {
   const Team& team = x.experts.team;
   const u32 owner = owner_of(x, expert_of(x, loaded.id));

@@ -15,7 +15,7 @@ struct Unpublished {
 
   // The most parts between two publications.
   MPICOMM_DEVICE static u32 most(const Team& team) { return kLanes / team.size < kMost ? kLanes / team.size : kMost; }
-  // Notes part number `i` since the last publication, for the ranks in the set `targets`.
+  // Adds part number `i` since the last publication, for the ranks in the set `targets`.
   MPICOMM_DEVICE void add(const Experts& x, u64 flags, u32 i, u32 targets, u32 recv_slot, u32 part, u32 lane) {
     const u32 rank = lane % x.team.size;
     if (lane / x.team.size == i && (targets >> rank & 1) != 0) {
@@ -32,7 +32,7 @@ struct Unpublished {
     flag = nullptr;
   }
   // Publishes the parts of all warps of a block, at most one part of each warp. All threads of the block call it.
-  // `flags`, in shared memory, has room for a flag of each warp and rank. Few warps wait for the stores of all warps,
+  // `flags`, in shared memory, holds a flag of each warp and rank. Few warps wait for the stores of all warps,
   // because warps of one multiprocessor that wait for their stores delay each other.
   MPICOMM_DEVICE void publish_together(const Team& team, const Launch& launch, u64** flags) const {
     const u32 lane = threadIdx.x % kLanes;
