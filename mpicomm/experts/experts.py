@@ -118,6 +118,14 @@ class Experts(AbstractContextManager["Experts"]):
         self._host = HostExperts(session, self._config)
         self.closed = False
 
+    def __repr__(self) -> str:
+        config = self._config
+        state = " closed" if self.closed else ""
+        return (
+            f"<mpicomm.Experts num_experts={list(config.experts_per_rank)} hidden={config.hidden} "
+            f"max_tokens={config.max_tokens} top_k={config.top_k} dtype={config.dtype.name}{state}>"
+        )
+
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         close_after(error, self.close)
 
