@@ -82,9 +82,9 @@ class Elementwise(Epilogue):
                 )
         expression.require_defined(dtype.name)
         self.require_kind(operation, dtype, result)
-        said = "".join(f", {name}={number}" for name, number in self._numbers.items())
-        said += "".join(f", {name}={array.dtype}" for name, array in arrays.items())
-        text = f"{expression.text!r}{said}, to {result.dtype}"
+        operands = "".join(f", {name}={number}" for name, number in self._numbers.items())
+        operands += "".join(f", {name}={array.dtype}" for name, array in arrays.items())
+        text = f"{expression.text!r}{operands}, to {result.dtype}"
         bound = BoundElementwise(text, dtype, result, expression, self._numbers, arrays)
         outside = bound.outside(result.total)
         if outside is not None:

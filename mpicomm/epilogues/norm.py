@@ -71,7 +71,7 @@ class Norm(Epilogue):
         return result.total * (2 if self._has_four_bits(result) else 1)
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        said, count = f"{operation}: epilogue={self!r}", self.reduced_capacity(result)
+        call, count = f"{operation}: epilogue={self!r}", self.reduced_capacity(result)
         read = {}
         for name, array in self.arrays.items():
             read[name] = self.read(name, array, result, writable=name in self.sized_by_result)
@@ -82,33 +82,33 @@ class Norm(Epilogue):
         types = [("sendbuf", dtype), ("weight", weight.dtype), *([] if four else [("recvbuf", result.dtype)])]
         for name, each in types:
             if kind_of(str(each)) != "float":
-                raise InvalidUsageError(f"{said}: {name} has elements of {each}: pass floats")
+                raise InvalidUsageError(f"{call}: {name} has elements of {each}: pass floats")
         if residual.dtype != dtype or residual.total != count:
             raise InvalidUsageError(
-                f"{said}: residual has {residual.total} elements of {residual.dtype}: pass {count} of {dtype}"
+                f"{call}: residual has {residual.total} elements of {residual.dtype}: pass {count} of {dtype}"
             )
         if weight.total == 0 or count % weight.total:
             raise InvalidUsageError(
-                f"{said}: weight has {weight.total} elements, and the {count} of the result make no rows of that length"
+                f"{call}: weight has {weight.total} elements, and the {count} of the result make no rows of that length"
             )
         for name, like in (("bias", weight.dtype), ("linear_bias", dtype)):
             if name in read and (read[name].total != weight.total or read[name].dtype != like):
                 raise InvalidUsageError(
-                    f"{said}: {name} has {read[name].total} elements of {read[name].dtype}: pass {weight.total} of "
+                    f"{call}: {name} has {read[name].total} elements of {read[name].dtype}: pass {weight.total} of "
                     f"{like}, as a row has"
                 )
-        quantized = self._quantized_format(said, dtype, result, read, count // weight.total)
+        quantized = self._quantized_format(call, dtype, result, read, count // weight.total)
         for changed in [each for each in self.sized_by_result if each in read]:
             for other, array in read.items():
                 if other != changed and overlaps(read[changed], array):
-                    raise InvalidUsageError(f"{said}: {changed} and {other} overlap: copy one of them")
+                    raise InvalidUsageError(f"{call}: {changed} and {other} overlap: copy one of them")
         return BoundNorm(self, dtype, result, read, quantized)
 
     def _has_four_bits(self, result: Operand) -> bool:
         return "scales" in self.arrays and result.dtype == np.uint8
 
     def _quantized_format(
-        self, said: str, dtype: np.dtype[Any], result: Operand, read: dict[str, Operand], rows: int
+        self, call: str, dtype: np.dtype[Any], result: Operand, read: dict[str, Operand], rows: int
     ) -> QuantizedFormat | None:
         """Return the format of the result; None if it is not quantized. ``read`` has the arrays by name."""
         scales, scale, hidden = read.get("scales"), read.get("scale"), read["weight"].total
@@ -118,23 +118,23 @@ class Norm(Epilogue):
         named = "scale" if scales is None else "scales"
         if kind not in LARGEST:
             raise InvalidUsageError(
-                f"{said}: {named} is for quantized results, and recvbuf has {result.dtype}: pass float8_e4m3fn or "
+                f"{call}: {named} is for quantized results, and recvbuf has {result.dtype}: pass float8_e4m3fn or "
                 "float8_e5m2, or uint8 with two float4_e2m1fn in a byte"
             )
         if dtype.name == "float64":
             raise InvalidUsageError(
-                f"{said}: {named} is for sums of up to 32 bits, and sendbuf has float64: convert it"
+                f"{call}: {named} is for sums of up to 32 bits, and sendbuf has float64: convert it"
             )
         if scale is not None and (scale.dtype != _FLOAT32 or scale.total != 1):
             raise InvalidUsageError(
-                f"{said}: scale has {scale.total} elements of {scale.dtype}: pass a number, or one element of float32"
+                f"{call}: scale has {scale.total} elements of {scale.dtype}: pass a number, or one element of float32"
             )
         if scales is None:
             return QuantizedFormat(kind)
         scale_kind, tiled = SCALES.get(str(scales.dtype)), self._layout == "128x4"
         if scale_kind is None:
             raise InvalidUsageError(
-                f"{said}: scales has elements of {scales.dtype}: pass float32, float8_e4m3fn, or uint8 for "
+                f"{call}: scales has elements of {scales.dtype}: pass float32, float8_e4m3fn, or uint8 for "
                 "float8_e8m0fnu"
             )
         sizes = TILED_GROUPS.get(scale_kind, ()) if tiled else GROUPS
@@ -147,7 +147,7 @@ class Norm(Epilogue):
                 return QuantizedFormat(kind, scale_kind, size, tiled)
         known = ", or ".join(f"{total} for each {size or 'row'}" for size, total in expected.items())
         raise InvalidUsageError(
-            f"{said}: scales has {scales.total} elements of {scale_kind} in the layout {self._layout}, for {rows} rows "
+            f"{call}: scales has {scales.total} elements of {scale_kind} in the layout {self._layout}, for {rows} rows "
             f"of {hidden} elements: pass {known or 'rows of whole groups'}"
         )
 

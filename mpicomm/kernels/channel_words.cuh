@@ -8,7 +8,7 @@
 // Epochs. The two sides count the chunks of a channel for ever: chunk e, of epoch e, lies in slot
 // e % N. The sender and the receiver each keep the count in their memory, and the kernel advances
 // it. So a captured graph can run again for ever, and the ranks reset nothing and agree on nothing
-// between two launches. Epochs have 32 bits and wrap around, so comparisons look at the sign of the
+// between two launches. Epochs have 32 bits and wrap around, so comparisons use the sign of the
 // difference.
 //
 // Flag. Each slot has a word in the memory of the receiver. The sender stores {e, tag} in this word
@@ -47,12 +47,12 @@ namespace mpicomm {
 MPICOMM_DEVICE u64 word_of(u32 epoch, u32 tag) { return static_cast<u64>(epoch) << 32 | tag; }
 MPICOMM_DEVICE u32 epoch_of(u64 word) { return static_cast<u32>(word >> 32); }
 
-// Whether another rank has told this rank that it gives up. Pairs with the store in raise_abort.
+// Whether another rank has given up, and has aborted this rank. Pairs with the store in raise_abort.
 // The load is relaxed, because the word publishes no other data.
 MPICOMM_DEVICE bool is_aborted(const Team& team) { return load_relaxed(abort_word(team, team.rank)) != 0; }
 
-// Whether a wait ended because its word was reached. If time was up, this rank tells the others. If
-// another rank has told this rank to give up, this rank records the reason.
+// Whether a wait ended because its word was reached. If time was up, this rank aborts the others. If
+// another rank has aborted this rank, this rank records the reason.
 MPICOMM_DEVICE bool end_wait(const Team& team, const Watch& watch, SpinEnd end) {
   if (end == kTimeUp) raise_abort(team, watch);
   if (end == kLeft) record_abort(team, watch.block, load_relaxed(abort_word(team, team.rank)));

@@ -32,7 +32,7 @@
 // tokens, in the layout by token, rows and sums travel without flags: see experts_packets.cuh. All ranks
 // agree on this when they make the Experts object.
 //
-// Launches. The launches of an Experts object, dispatches and combines, have numbers, alike on all
+// Launches. The launches of an Experts object, dispatches and combines, have numbers, the same on all
 // ranks (team.cuh). The flags of a launch are its number.
 //
 // Why a receive slot is free. A dispatch stores into routes and rows, which only dispatches read. A combine
@@ -217,7 +217,7 @@ MPICOMM_DEVICE_CALL u32 rank_to_blame(const Team& team, u32 peer, u32 launch) {
   return peer;
 }
 
-// A thread that waits for a peer asks its watch now and then. `leaves` returns true if the peer makes another
+// A thread that waits for a peer checks its watch now and then. `leaves` returns true if the peer makes another
 // call, or if a rank has given up. Then the kernel must leave.
 struct PeerWatch {
   const Team& team;
@@ -247,7 +247,7 @@ MPICOMM_DEVICE bool await_peer(const Experts& x, u32 operation, u64 number, u32 
 }
 
 // Waits for other blocks of this rank. The wait has no limit. The other blocks wait for peers with a
-// limit, and then every rank is told. With a limit this block could name the wrong rank.
+// limit, and then every rank is aborted. With a limit this block could name the wrong rank.
 template <class Reached>
 MPICOMM_DEVICE bool await_block(const Experts& x, u64 number, Reached reached) {
   const Team& team = x.team;
@@ -334,7 +334,7 @@ MPICOMM_DEVICE u32 await_any(const Experts& x, u32 operation, u64 number, u32 pe
     const u32 come = __ballot_sync(kWarp, pending && has_arrived());
     if (come != 0) return come;
     if (poll < kPollsBeforeClock) continue;
-    // One lane looks at the clock, because the lanes go on or leave together.
+    // One lane reads the clock, because the lanes go on or leave together.
     const bool goes_on =
         lane != waits || end_wait(x.team, mine.watch, timer.check([&] { return mine.leaves(); }, mine.watch));
     if (!__all_sync(kWarp, goes_on)) return 0;

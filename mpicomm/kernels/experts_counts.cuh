@@ -84,7 +84,7 @@ struct Counts {
     return packets + static_cast<u64>(recv_slot(route)) * x.experts.top_k + route.slot;
   }
 
-  // Learns the number of tokens of each source, on all threads of the block.
+  // Receives the number of tokens of each source, on all threads of the block.
   MPICOMM_DEVICE bool count_tokens() {
     // Most often all ranks have as many tokens as this rank. Then the divisions of the shares end before the
     // numbers come.
@@ -178,9 +178,9 @@ struct Counts {
   // Counts the pairs of each warp of this block.
   MPICOMM_DEVICE bool count_pairs() const {
     u32* const mine = layout.histograms[warp];
-    const bool ok = each_step(first_packet_now(), [&](const LanePair& pair, u32 alike) {
+    const bool ok = each_step(first_packet_now(), [&](const LanePair& pair, u32 same_expert) {
       // The first lane of an expert counts for all lanes of the expert.
-      if (pair.expert != kNoExpert && (alike & lower_lanes()) == 0) mine[pair.expert] += __popc(alike);
+      if (pair.expert != kNoExpert && (same_expert & lower_lanes()) == 0) mine[pair.expert] += __popc(same_expert);
       for (u32 of = 0; by_token() && of < size(); ++of) {
         const u32 rows = row_lanes(pair, of);
         if (lane == 0) mine[num_experts(x.experts) + of] += __popc(rows);

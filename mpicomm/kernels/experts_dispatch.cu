@@ -7,7 +7,7 @@
 //
 // Receivers lay out. The *pairs* of a token are its top_k slots. All pairs have an order: by the number
 // of the token, then by source, then by slot. The places of an expert are its pairs in this order. So
-// each range of pairs has pairs of all sources, and all blocks wait for peers alike. Each warp takes a
+// each range of pairs has pairs of all sources, and all blocks wait for the same peers. Each warp takes a
 // range of tokens, counts its pairs of each expert, and waits for the counts of the other receiver
 // blocks. Then it knows the place of each of its pairs. So the layout depends only on the routes.
 // Last, it copies each row that has come.

@@ -15,13 +15,13 @@ struct Receiver : Counts {
   // Gives each pair of this block a place, and describes the places.
   MPICOMM_DEVICE bool place_pairs(const Pair& packet) const {
     u32* const next = layout.histograms[warp];
-    return each_step(packet, [&](const LanePair& pair, u32 alike) {
+    return each_step(packet, [&](const LanePair& pair, u32 same_expert) {
       const bool here = pair.owner == rank();
-      const u32 lower = __popc(alike & lower_lanes());
+      const u32 lower = __popc(same_expert & lower_lanes());
       i32 place = -1;
       if (here) place = static_cast<i32>(offset_of(pair.expert) + next[pair.expert] + lower);
       __syncwarp();
-      if (here && lower == 0) next[pair.expert] += __popc(alike);
+      if (here && lower == 0) next[pair.expert] += __popc(same_expert);
       __syncwarp();
       if (pair.exists) x.places[pair_of(pair.route)] = place;
       if (here) describe(place, pair.route.source, pair.route.token, pair.route.slot, float_of(pair.weight));
@@ -91,7 +91,7 @@ struct Receiver : Counts {
     }
   }
 
-  // Copies the rows of this block's tokens to their places. Each lane looks after a part, and the warp copies
+  // Copies the rows of this block's tokens to their places. Each lane waits for a part, and the warp copies
   // parts in the order in which they come. First come the tokens of this rank.
   MPICOMM_DEVICE void copy_arrived_rows() const {
     const Experts& experts = x.experts;

@@ -51,8 +51,8 @@ struct Routes {
   MPICOMM_DEVICE void send_step(const Launch& launch, u32 step, i64 id, float weight) const {
     const bool exists = has(step);
     const u32 expert = exists ? expert_of(x, id) : kNoExpert, owner = owner_of(x, expert);
-    // Lanes of one token with experts of one rank are alike. The first of them has a new rank. Only the layout by
-    // token needs to know.
+    // Lanes of one token with experts of one rank have the same key. The first of them has a new rank. Only the
+    // layout by token needs to know.
     const u32 key = owner == kMaxRanks ? ~0u : lane / x.experts.top_k * kMaxRanks + owner;
     const bool is_new = (__match_any_sync(kWarp, key) & ((1u << lane) - 1)) == 0;
     const u32 in_packet = x.token_rows != nullptr && owner != kMaxRanks && is_new ? expert | kNewRank : expert;

@@ -39,7 +39,7 @@ struct FaultRecord {
   u64 sequence;    // the count or epoch that the block waited for
   u32 block;       // the block that waited
   u32 peer;        // the rank that did not come, or came with data of another call
-  u64 elapsed_ns;  // the time that the block waited; 0 in a kExchange if another rank waited and told this rank
+  u64 elapsed_ns;  // the time that the block waited; 0 in a kExchange if another rank waited and aborted this rank
   u32* failed;     // the word of the device that says whether there is a record
 };
 
@@ -99,7 +99,7 @@ struct SpinTimer {
   u64 next_check = 0;
 
   // Returns kReached if the spin shall go on. Otherwise the kernel must leave without touching the
-  // data that it waited for: time is up, and the record says so, or `leave` returned true. `end`
+  // data that it waited for: time is up, and the record says so, or `leave` returned true. `check`
   // calls `leave` every kCheckEvery_ns.
   template <class Leave>
   MPICOMM_DEVICE SpinEnd check(Leave leave, const Watch& watch) {
@@ -133,7 +133,7 @@ MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
 // spin of this device.
 template <class Reached>
 MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
-  // The load is in flight during the first polls. The thread looks at its result only after them.
+  // The load is in flight during the first polls. The thread uses its result only after them.
   const u32 failed_on_entry = load_relaxed(watch.faults.failed);
   for (u32 poll = 0; poll < kFirstPolls; ++poll) {
     if (reached()) return true;

@@ -8,7 +8,7 @@
 // graph can launch this step again.
 //
 // In a step of several blocks, each block copies a part of the bytes, and the blocks share the
-// words. Sender and receiver cut alike, because the parts depend only on the number of bytes and
+// words. Sender and receiver make the same parts, because these depend only on the number of bytes and
 // the number of blocks. So a block of the receiver waits only for the block of the sender that
 // writes its part. The blocks of a kernel need not meet.
 //
@@ -73,8 +73,8 @@ MPICOMM_DEVICE void carry(const MessageStep& x) {
   // Each block adds to the word of its number, which says that its part is there. It also adds to
   // words for which no block waits, because the next message of the line may have more blocks.
   if (threadIdx.x < kMessageWords && threadIdx.x % gridDim.x == block) {
-    // After a failed wait `ready` must not say that the data of this rank is right. And `done` must
-    // not say that this rank has taken a message, because the sender would use its memory again.
+    // After a failed wait `ready` must not publish wrong data of this rank. And `done` must not
+    // signal that this rank has taken a message, because the sender would use its memory again.
     // Pairs with the store in report_fault: a wait of this stream was an earlier kernel, so its
     // store is there.
     if (load_relaxed(x.failed) != kClear) return;

@@ -80,8 +80,8 @@ MPICOMM_DEVICE Health load_health(const Team& team) {
 }
 
 // Whether no rank has given up, and no wait of an earlier kernel has failed on this device. After a
-// failed wait this rank would compute with data that never came. So its kernel leaves, and tells
-// the other ranks at once that no more data comes.
+// failed wait this rank would compute with data that never came. So its kernel leaves, and raises
+// the abort word at once, because no more data comes.
 MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health) {
   if (health.abort_word == 0 && health.failed == kClear) return true;
   if (record_abort(team, block, health.abort_word)) return false;
@@ -89,7 +89,7 @@ MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health
   return false;
 }
 
-// The number of a launch. Each rank counts its launches in its arena, and all ranks count alike, so
+// The number of a launch. Each rank counts its launches in its arena, and all ranks count the same, so
 // that a captured graph can run again for ever. Every block reads and advances a separate count, so
 // no block needs to know whether the other blocks have read theirs. The number belongs to the
 // communicator, but grids differ, so the blocks of a launch advance the counts of all possible
@@ -163,8 +163,8 @@ struct Announcements {
   }
 };
 
-// Loads this rank's copy of its announcements to `peer`. Pairs with the stores in `say` by earlier
-// launches, which have ended. Another block may be storing the word of this launch, so the caller
+// Loads this rank's copy of its announcements to `peer`. Pairs with the stores in `record_announcement`
+// by earlier launches, which have ended. Another block may be storing the word of this launch, so the caller
 // uses only the other word.
 MPICOMM_DEVICE Announcements load_sent_announcements(const Team& team, u32 peer) {
   const u64* const words = sent_announcements(team, peer);

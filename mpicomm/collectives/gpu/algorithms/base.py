@@ -224,18 +224,18 @@ class Form:
         assert self.operation.chain is not None
         return self.operation.chain(self._units(1))
 
-    def piece(self, span: Span | None, alike: Span | None = None) -> tuple[int, int]:
+    def piece(self, span: Span | None, like: Span | None = None) -> tuple[int, int]:
         """Return the block and its shard for which a span of `one_shot`, `two_shot` or `chain` stands.
 
         They are -1 for no data. The block is also -1 for data that the rank does not store.
 
-        A span without an address has only a length. For such a span, ``alike`` is a span of the same shard with an
+        A span without an address has only a length. For such a span, ``like`` is a span of the same shard with an
         address.
         """
         if span is None or span.count == 0:
             return -1, -1
         if span.pointer == 0:
-            return -1, self.piece(alike)[1]
+            return -1, self.piece(like)[1]
         block, offset = divmod(span.pointer, 1 << _BLOCK_BITS)
         return block - 1, offset // (_UNIT.itemsize * span.count)
 

@@ -79,8 +79,8 @@ def layout_of(nbytes: int, links: int, domain: Domain) -> ChannelMemory:
 def cut(nbytes: int, links: int, domain: Domain) -> tuple[int, int]:
     """Return the blocks for one hop and the size of a batch.
 
-    They are the same on all ranks, because both ranks of a channel must cut messages alike. If a chain has as many
-    links as ranks, it comes back to the first rank, which then has two hops.
+    They are the same on all ranks, because both ranks of a channel must cut messages in the same way. If a chain has as
+    many links as ranks, it comes back to the first rank, which then has two hops.
     """
     wanted = _HALF_OF_BLOCKS if links == domain.size else max(_HALF_OF_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES))
     blocks = min(wanted, domain.most_blocks)

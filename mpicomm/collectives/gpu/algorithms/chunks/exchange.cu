@@ -16,8 +16,8 @@
 // Why that cannot deadlock. In step k a block waits for the flags of chunks k-1. The same block of
 // a peer raises them at the end of its step k-1. It also waits for the credit of chunks k-kSlots,
 // which the peer gives at the end of its step k-kSlots+1. That is step k-1 or an earlier step,
-// because kSlots >= 2. Of all blocks that are not done, look at a block in the earliest exchange,
-// and there in the smallest step. All ranks count exchanges and steps alike. The block's kernel has
+// because kSlots >= 2. Of all blocks that are not done, consider a block in the earliest exchange,
+// and there in the smallest step. All ranks count the same exchanges and steps. The block's kernel has
 // begun, because all earlier exchanges of its rank are done. The block waits only for smaller steps
 // or earlier exchanges, which are done. So it goes on. That needs all blocks of a launch to run at
 // once: see team.cuh.

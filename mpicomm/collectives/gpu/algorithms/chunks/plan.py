@@ -110,7 +110,7 @@ class ChunkLauncher(FormLauncher):
         ]
         channels, links, blocks, longest = self._layout.channels, {0: (0, 0, 0, 0)}, 0, 0
         for nbytes in {nbytes for _, nbytes in messages} - {0}:
-            # The cut depends only on the bytes and the arena, because both ranks must cut alike.
+            # The cut depends only on the bytes and the arena, because both ranks must cut in the same way.
             stride = stride_of(nbytes, min(channels, -(-nbytes // CHANNEL_NBYTES)))
             # The tag includes the bytes, so that two ranks notice different counts, which MPI lets them pass.
             links[nbytes] = nbytes, stride, zlib.crc32(_pack_call(*call, nbytes)), 0

@@ -21,7 +21,7 @@ namespace mpicomm {
 // The host's copies of these constants and of Direct are in arguments.py; a test compares them.
 constexpr u32 kDirectThreads = 512;  // the most threads of a block
 
-// A message from one rank to another, cut into parts. Both ranks cut alike, because the cut depends
+// A message from one rank to another, cut into parts. Both ranks make the same cut, because it depends
 // only on the length, and not on the place of the data. The host divides, because divisions are
 // slow in the kernel.
 struct Cut {

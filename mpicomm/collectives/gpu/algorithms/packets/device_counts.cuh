@@ -1,9 +1,9 @@
 // Messages with counts on the device (MPICOMM_DEVICE_COUNTS): the host knows neither their lengths nor their
-// places. Each block reads the counts of this rank's messages, and tells each block of the same
+// places. Each block reads the counts of this rank's messages, and sends each block of the same
 // number the length of the message to its rank. So each rank knows what comes, and where it belongs.
 //
 // A block whose rank has no room for all messages leaves before it stores any of them. The other ranks
-// may have all of their data by then. So block 0 of each rank also tells all peers the lengths of all of its
+// may have all of their data by then. So block 0 of each rank also sends all peers the lengths of all of its
 // messages, and the room that it has. Then all ranks find the same fault in the same launch.
 //
 // Both travel as packets of the LL protocol in the inboxes for LL packets. A launch of this kernel uses
@@ -45,7 +45,7 @@ struct Messages {
   i64 receive_displs[kMaxRanks];
   u32 steps;
   u32 paced;
-  // Block 0 of each rank tells its facts to all peers. The facts are the bytes of its message to each rank,
+  // Block 0 of each rank sends its facts to all peers. The facts are the bytes of its message to each rank,
   // its room in bytes for the message from each rank, and a word. The word is twice the bytes of its
   // buffer, plus 1 if blocks follow each other.
   u64 facts[kMaxRanks][2 * kMaxRanks + 1];
@@ -151,7 +151,7 @@ struct Lengths {
 
   // Waits for a number of `peer`. Pairs with `store_number`. A packet needs no order, because it holds
   // all of its data.
-  MPICOMM_DEVICE bool hear(const Pair* slot, u32 peer, u64& number) const {
+  MPICOMM_DEVICE bool receive(const Pair* slot, u32 peer, u64& number) const {
     Pair packet{};
     const auto absent = [&] {
       packet = load_volatile(slot);
@@ -162,17 +162,17 @@ struct Lengths {
     return true;
   }
 
-  // Tells the peer of this lane the length of the message to it.
-  MPICOMM_DEVICE void tell_length() const {
+  // Sends the peer of this lane the length of the message to it.
+  MPICOMM_DEVICE void publish_length() const {
     if (rank >= ranks || rank == team.rank) return;
     store_number(slot_of_length(rank, team.rank), messages.send_nbytes[rank], launch);
   }
 
-  // Learns the length of the message from this lane's rank. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool hear_length() const {
+  // Receives the length of the message from this lane's rank. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool receive_length() const {
     if (rank >= ranks) return true;
     u64 nbytes = messages.send_nbytes[rank];
-    if (rank != team.rank && !hear(slot_of_length(team.rank, rank), rank, nbytes)) return false;
+    if (rank != team.rank && !receive(slot_of_length(team.rank, rank), rank, nbytes)) return false;
     messages.receive_nbytes[rank] = nbytes;
     return true;
   }
@@ -184,7 +184,7 @@ struct Lengths {
     return displ < x.receive.room ? (x.receive.room - displ) * x.itemsize : 0;
   }
 
-  // Finds the place of the message from this lane's rank, after all lanes have learnt their lengths. Returns
+  // Finds the place of the message from this lane's rank, after all lanes have received their lengths. Returns
   // false if the buffer has no room for it.
   MPICOMM_DEVICE bool place_received() const {
     if (rank >= ranks) return true;
@@ -215,8 +215,8 @@ struct Lengths {
     return true;
   }
 
-  // Tells all peers the facts of this rank.
-  MPICOMM_DEVICE void tell_facts() const {
+  // Sends all peers the facts of this rank.
+  MPICOMM_DEVICE void publish_facts() const {
     u64* const mine = messages.facts[team.rank];
     if (rank < ranks) mine[rank] = messages.send_nbytes[rank], mine[ranks + rank] = limit();
     if (rank == 0) mine[kRoomFact] = room_nbytes() << 1 | (x.receive.follows != 0 ? 1 : 0);
@@ -228,10 +228,10 @@ struct Lengths {
     });
   }
 
-  // Hears the facts of all peers. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool hear_facts() const {
+  // Receives the facts of all peers. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool receive_facts() const {
     return each_fact([&](u32 peer, u32 fact) {
-      return hear(slot_of_fact(team.rank, peer, fact), peer, messages.facts[peer][fact]);
+      return receive(slot_of_fact(team.rank, peer, fact), peer, messages.facts[peer][fact]);
     });
   }
 
@@ -270,18 +270,18 @@ struct Lengths {
     messages.paced = paced;
   }
 
-  // Tells all peers, unless a lane is not `ok`. Returns whether all lanes are. A lane is only ok after its peer has
-  // begun the last launch, so the slots are free, and after it has seen that no rank has given up.
-  MPICOMM_DEVICE bool tell(bool ok) const {
+  // Sends lengths and facts, unless a lane is not `ok`. Returns whether all lanes are. A lane is only ok after its
+  // peer has begun the last launch, so the slots are free, and after it has seen that no rank has given up.
+  MPICOMM_DEVICE bool publish(bool ok) const {
     if (!__all_sync(kWarp, ok)) return false;
-    if (blockIdx.x == 0) tell_facts();
-    else tell_length();
+    if (blockIdx.x == 0) publish_facts();
+    else publish_length();
     return true;
   }
 
-  // Learns the lengths of all messages, on all lanes of the warp. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool hear_all() const {
-    bool ok = blockIdx.x == 0 ? hear_facts() : hear_length();
+  // Receives the lengths of all messages, on all lanes of the warp. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool receive_all() const {
+    bool ok = blockIdx.x == 0 ? receive_facts() : receive_length();
     ok = __all_sync(kWarp, ok);
     // Orders the numbers of all lanes before the loads below.
     __syncwarp(kWarp);

@@ -26,7 +26,7 @@ MPICOMM_DEVICE u32 rank_at(u32 rank, u32 distance) {
   return kRanks == 2 ? rank ^ distance : (rank + distance) % kRanks;
 }
 
-MPICOMM_DEVICE Pair* moved_by(u64 slot, u64 nbytes) { return reinterpret_cast<Pair*>(slot + nbytes); }
+MPICOMM_DEVICE Pair* slot_at(u64 slot, u64 nbytes) { return reinterpret_cast<Pair*>(slot + nbytes); }
 
 // Loads each line of the arguments. Without it, a thread that waits for packets loads a line only after they have come.
 // The condition keeps the loads in the program, and is as good as never true.
@@ -100,14 +100,14 @@ MPICOMM_DEVICE void work(const Packets& x) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u32 at = (blockIdx.x * workers + thread) * kPacketNbytes;
-  u64 out[kRanks], in[kRanks], told[kRanks];
+  u64 out[kRanks], in[kRanks], length_slots[kRanks];
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) {
     const u32 peer = rank_at(rank, d);
     out[d] = reinterpret_cast<u64>(x.inboxes[peer]) + rank * x.inbox_nbytes + at;
     in[d] = reinterpret_cast<u64>(x.inboxes[rank]) + peer * x.inbox_nbytes + at;
     // Block 0 finds the length among the facts.
-    told[d] = reinterpret_cast<u64>(x.ll.sets) +
+    length_slots[d] = reinterpret_cast<u64>(x.ll.sets) +
         (blockIdx.x == 0 ? Slots::of_fact(peer, rank) : Slots::of_length(peer));
   }
   load_arguments(x);
@@ -135,7 +135,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) {
     if (at >= sent[d]) continue;
-    Pair* const slot = moved_by(out[d], set);
+    Pair* const slot = slot_at(out[d], set);
     const Pair packet = Protocol::packet(units[d], {});
     if (Protocol::has_escape(packet)) push_escaped(x, rank_at(rank, d), slot, packet);
     else store_volatile(slot, packet);
@@ -152,8 +152,8 @@ MPICOMM_DEVICE void work(const Packets& x) {
     u32 ranks = 0;
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      lengths[d] = load_volatile(moved_by(told[d], ll_set));
-      packets[d] = load_volatile(moved_by(in[d], set));
+      lengths[d] = load_volatile(slot_at(length_slots[d], ll_set));
+      packets[d] = load_volatile(slot_at(in[d], set));
     }
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
@@ -186,7 +186,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
       store_unit(to, width_of(to), at, received[d], units[d]);
       continue;
     }
-    Pair* const slot = moved_by(in[d], set);
+    Pair* const slot = slot_at(in[d], set);
     Pair packet = packets[d];
     if (Protocol::has_escape(packet)) {
       const u32 code = take_escape_of(x, launch, rank_at(rank, d), slot);
@@ -217,11 +217,11 @@ MPICOMM_DEVICE_CALL void report_overflow(const Packets& x, u64 nbytes, u32 peer)
   report_bad_counts(x.team, kReceiveOverflow, elements < kMostReported ? elements : kMostReported, peer);
 }
 
-// Whether all blocks lie in the buffer of `peer`, which has told that its blocks do not follow each other. If they do
-// not, it gives up. This rank sends `nbytes` to the peer, and all other lengths have come.
+// Whether all blocks lie in the buffer of `peer`, whose blocks do not follow each other. If they do not, it gives up.
+// This rank sends `nbytes` to the peer, and all other lengths have come.
 MPICOMM_DEVICE_CALL bool fits_in_places(const Packets& x, u32 launch, u32 peer, u64 nbytes) {
   const u64 set = reinterpret_cast<u64>(x.ll.sets) + launch % 2 * x.ll.nbytes;
-  const auto load = [&](u32 source, u32 fact) { return load_volatile(moved_by(set, Slots::of_fact(source, fact))); };
+  const auto load = [&](u32 source, u32 fact) { return load_volatile(slot_at(set, Slots::of_fact(source, fact))); };
   const u64 room = number_in(load(peer, Slots::kRoomFact)) >> 1;
   u64 needed = 0;
   for (u32 source = 0; source < kRanks; ++source) {
@@ -282,20 +282,20 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) mine = overseer == rank_at(rank, d) ? sent[d] : mine;
   if (blockIdx.x != 0) {
-    if (has_peer) store_number(moved_by(slots_of(overseer), Slots::of_length(rank)), mine, launch);
+    if (has_peer) store_number(slot_at(slots_of(overseer), Slots::of_length(rank)), mine, launch);
     return;
   }
   if (overseer < Slots::kFacts) {
     const u64 fact = overseer < kRanks ? mine : overseer < Slots::kRoomFact ? room : room << 1 | 1;
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      store_number(moved_by(slots_of(rank_at(rank, d)), Slots::of_fact(rank, overseer)), fact, launch);
+      store_number(slot_at(slots_of(rank_at(rank, d)), Slots::of_fact(rank, overseer)), fact, launch);
     }
   }
   if (overseer >= kRanks) return;
   if (has_peer && theirs.differ_from(ours, launch - 1)) report_mismatch(team, overseer, launch - 1);  // see oversee.cuh
 
-  // Lane r hears all lengths of messages to rank r, the room of rank r, and the length of the message from there. It
+  // Lane r receives all lengths of messages to rank r, the room of rank r, and the length of the message from there. It
   // also waits for the announcement of rank r. Pairs with `store_number` and `announce` of the peers.
   Pair lengths[kRanks]{}, its_room{}, from_there{};
   u32 announced = kSame;
@@ -306,11 +306,11 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
     u64 word = 0;
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
-      lengths[d] = load_volatile(moved_by(slots, Slots::of_fact(rank_at(rank, d), overseer)));
+      lengths[d] = load_volatile(slot_at(slots, Slots::of_fact(rank_at(rank, d), overseer)));
     }
     if (has_peer) {
-      its_room = load_volatile(moved_by(slots, Slots::of_fact(overseer, Slots::kRoomFact)));
-      from_there = load_volatile(moved_by(slots, Slots::of_fact(overseer, rank)));
+      its_room = load_volatile(slot_at(slots, Slots::of_fact(overseer, Slots::kRoomFact)));
+      from_there = load_volatile(slot_at(slots, Slots::of_fact(overseer, rank)));
       word = load_relaxed(announcement);
     }
 #pragma unroll

@@ -36,8 +36,8 @@
 // of step k-L was, and the receiver has reset the slot in between. The reset needs a fence.
 // Otherwise it could arrive after the packet of step k and wipe it out.
 //
-// A worker asks for a fence in turns P, 2*P and so on. S turns later, before turn F, it waits until
-// the fence is over (see fences.cuh). P+S is L-3. A worker that resets a slot asks for a fence at
+// A worker requests a fence in turns P, 2*P and so on. S turns later, before turn F, it waits until
+// the fence is over (see fences.cuh). P+S is L-3. A worker that resets a slot requests a fence at
 // most P turns later. S turns after that it has waited for the fence. Hence:
 //
 //     (*)  A reset of turn t has reached its slot before the same worker stores anything in turn
@@ -78,18 +78,18 @@
 // - Paced. Without fan-out one of two ranks may have more to send than the other. If the other rank
 //   has no unit, it stores an empty packet in its turns F, and in no other turns. The first rank
 //   takes it like any packet. Let F be the last of these turns up to k-2. Its packet replaces the
-//   packet of step k-2 above. The worker asked for the fence before turn F in turn F-S. F is later
+//   packet of step k-2 above. The worker requested the fence before turn F in turn F-S. F is later
 //   than k-2-P, so F-S is k-L+2 or later, hence after the reset in turn k-L+1.
 //
-// No fence is needed between a packet that a rank takes and its next store. The thread looks at
+// No fence is needed between a packet that a rank takes and its next store. The thread polls
 // each packet until it has come, and only then goes on. The PTX memory model promises none of these
 // orders, because packets neither release nor acquire. fence_slots in memory_order.cuh explains the
 // hardware behaviour that this code relies on, and the scope of a fence.
 //
-// Why the kernel cannot deadlock. Of all threads that wait, look at a thread in the earliest
+// Why the kernel cannot deadlock. Of all threads that wait, consider a thread in the earliest
 // launch, and there in the smallest turn. If it waits for a packet, another rank's thread stores
 // that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
-// its block come to the turn in which they ask for the fence, which is an earlier turn. And
+// its block come to the turn in which they request the fence, which is an earlier turn. And
 // overseers see the other ranks announce this launch, which these do before they wait in it. If it
 // waits for a length (device_counts.cuh), the peer stores the length before it waits for a packet. At the
 // end of a row it may wait for another worker of its group, and for quantization for another worker of
@@ -106,8 +106,8 @@ namespace mpicomm {
 // S and P at the top of this file. S is the number of turns from the request for a fence to the
 // wait for it. P is the number of turns from one request to the next. L is `laps`. S+P is L-3, and
 // L is at least 6. With rows S+P is L-4, and L is at least 7. So S is at least one turn, which
-// takes longer than a fence. P is longer than S, so no turn both waits for a fence and asks for the
-// next fence.
+// takes longer than a fence. P is longer than S, so no turn both waits for a fence and requests
+// the next fence.
 MPICOMM_DEVICE u32 sum_of_both(const Packets& x) { return x.laps - (kRows ? 4 : 3); }
 MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (sum_of_both(x) + 1) / 4; }
 MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_of(x); }
@@ -166,7 +166,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
 #if defined(MPICOMM_DEVICE_COUNTS)
   const Lengths<kRanks> lengths{team, x.ll, x.device_counts, m, launch, overseer};
-  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.device_counts, m, overseer) && ok);
+  if (thread >= workers) ok = lengths.publish(sent_counts.place(team, x.device_counts, m, overseer) && ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -180,7 +180,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   // of a message in the output.
   const u64 first_at = a_at;
   Outgoing first;
-  bool heard = false;
+  bool has_lengths = false;
   if (thread < workers) {
     first.load(m, rank, first_at);
     worker.send_units(first, first_at, number);
@@ -189,15 +189,15 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     let_successor_start();
     count_launch(team, count, thread, workers);
   } else {
-    heard = lengths.hear_all();
-    if (heard) lengths.count_steps(threads * kCarriedNbytes, x.laps);
-    ok = heard && lengths.place_received();
+    has_lengths = lengths.receive_all();
+    if (has_lengths) lengths.count_steps(threads * kCarriedNbytes, x.laps);
+    ok = has_lengths && lengths.place_received();
   }
   // Orders the lengths before their loads by all threads. If there is no room, all threads leave before
   // any of them stores into the output.
   ok = __syncthreads_and(ok);
   if (thread >= workers) {
-    if (blockIdx.x == 0 && heard) lengths.compare_rooms();
+    if (blockIdx.x == 0 && has_lengths) lengths.compare_rooms();
   } else if (ok) {
     worker.store_own(first, first_at);
     // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
@@ -377,7 +377,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     c_at = b_at, b_at = a_at, a_at = next_at;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }
-  // Pairs with the load in `serve`. A worker that breaks off asks for no more fences. Without this
+  // Pairs with the load in `serve`. A worker that breaks off requests no more fences. Without this
   // store its overseer would wait for it for ever.
   if constexpr (kLaps) fences.publish(thread, fences.kLeft);
 }

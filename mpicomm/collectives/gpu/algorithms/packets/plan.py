@@ -111,7 +111,7 @@ class PacketLauncher(KernelTemplate, FormLauncher):
         self._has_one_tag = self._fans or form.operation.is_even  # then the tag of a call implies all lengths
         self._tagged = [] if self._has_one_tag else different
         tags = [number if self._has_one_tag else number + different.index(each) for each in pairs]
-        self._note_ends(exchange, fan_out, tags, address, length)
+        self._set_fields(exchange, fan_out, tags, address, length)
         self._unmade = None
 
     def _make_arguments(self, form: Form, domain: Domain, exchange: Exchange) -> None:
@@ -143,10 +143,10 @@ class PacketLauncher(KernelTemplate, FormLauncher):
         self._cut: tuple[int, PacketConfig | None, int, int] = 0, None, 0, 0
         """The last arguments of `_steps`, and its result."""
 
-    def _note_ends(
+    def _set_fields(
         self, exchange: Exchange, fan_out: Exchange | None, tags: list[int], address: Index, length: Index
     ) -> None:
-        """Note the values that the messages and the result take, and the ranks at their other end."""
+        """Set which values the fields of messages and of the result take, and the ranks at their other end."""
         rank, mine = self._rank, exchange.reduction
         sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
         if self._fans or receives[rank] is None or (receives[rank] == sends[rank] and self._wire_format is None):

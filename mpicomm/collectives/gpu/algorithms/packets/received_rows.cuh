@@ -23,8 +23,8 @@ struct ReceivedRows {
   // Whether a shard has such a row, and another rank reduces it.
   MPICOMM_DEVICE bool has_row(u32 shard) const { return shard != rows.own && rows.has_row(shard, row); }
 
-  // Takes the units of h from `ranks`, at offset `at` of their shards, whose slots `load_slots` has loaded. A thread that
-  // breaks off calls `leave`. Returns false if the thread must leave.
+  // Takes the units of h from `ranks`, at offset `at` of their shards, whose slots `load_slots` has loaded. A
+  // thread that breaks off calls `leave`. Returns false if the thread must leave.
   template <class Leave>
   MPICOMM_DEVICE bool take(
       const Worker& worker, SlotPackets (&units)[kOthers], u32 ranks, u64 at, u64 slot_index, const Leave& leave) {

@@ -108,7 +108,7 @@ class SendrecvTemplate(KernelTemplate):
         """Return the fields of `SendrecvSide`."""
         if nbytes == 0:
             return _NOTHING
-        # The cut depends only on the bytes and the layout, because both ranks must cut alike.
+        # The cut depends only on the bytes and the layout, because both ranks must cut in the same way.
         part_nbytes = SENDRECV_PART_NBYTES if nbytes <= self._channels * SENDRECV_PART_NBYTES else CHANNEL_NBYTES
         stride = stride_of(nbytes, min(self._channels, -(-nbytes // part_nbytes)))
         return pointer, nbytes, stride, peer, -(-nbytes // stride), _half(nbytes) << 16 | tag, mask
