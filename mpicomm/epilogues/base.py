@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
 Memory = tuple[int, int]
 """The address of an array, and the number of its elements."""
-
-
-class Fused(NamedTuple):
-    """An epilogue as a part of a kernel that reduces."""
-
-    options: tuple[str, ...]
-    """The compiler options that make it a part of the kernel."""
-    arguments: ctypes.Structure
 
 
 class BoundEpilogue(ABC):
@@ -83,11 +75,11 @@ class BoundEpilogue(ABC):
         """
 
     @abstractmethod
-    def fused(self, reduced: int, shards: int = 1) -> Fused:
-        """Return it as a part of a kernel that reduces. The kernel makes elements at `output`.
+    def fused(self, reduced: int, shards: int = 1) -> tuple[tuple[str, ...], ctypes.Structure]:
+        """Return the compiler options that make it a part of a kernel that reduces, and its argument.
 
-        The kernel's exchange names addresses from ``reduced`` on. It stores nothing there if the epilogue `converts`.
-        ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
+        The kernel makes elements at `output`. Its exchange names addresses from ``reduced`` on, where it stores nothing
+        if the epilogue `converts`. ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Memory, host_array
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.expression import Element, Expression, Variable, bounds, parse
 from mpicomm.expressions.functions import FUNCTIONS, kind_of
@@ -170,9 +170,9 @@ class BoundElementwise(BoundEpilogue):
                 )
         return None
 
-    def fused(self, reduced: int, shards: int = 1) -> Fused:
+    def fused(self, reduced: int, shards: int = 1) -> tuple[tuple[str, ...], epilogue.PacketEpilogue]:
         options = epilogue.epilogue_options(self._code, self.result.name if self.converts else None)
-        return Fused(options, epilogue.PacketEpilogue(self._operands, reduced, self.output))
+        return options, epilogue.PacketEpilogue(self._operands, reduced, self.output)
 
     def separate_launch(self, source: int, failed: int, multiprocessors: int) -> Launch:
         arguments = epilogue.EpilogueArguments(source, self.output, failed, self._operands)

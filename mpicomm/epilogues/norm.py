@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Memory, host_array
 from mpicomm.epilogues.block_scaled import (
     GROUPS,
     LARGEST,
@@ -201,11 +201,11 @@ class BoundNorm(BoundEpilogue):
         shape = self._rows, rows_of_shard, self._hidden, tiles_of(self._columns) if self._tiled else 0
         return NormArguments(self.output, *self._pointers, *shape, self._eps, self._scale)
 
-    def fused(self, reduced: int, shards: int = 1) -> Fused:
+    def fused(self, reduced: int, shards: int = 1) -> tuple[tuple[str, ...], NormArguments]:
         # Other ranks may have arrays at other addresses, because ranks need not run the same code for them.
         places = self.output, self.row_nbytes, *self._pointers[: len(_ROWS)]
         aligned = reduce(or_, places) % PACKET_NBYTES == 0
-        return Fused(self._options[aligned], self._arguments(-(-self._rows // shards)))
+        return self._options[aligned], self._arguments(-(-self._rows // shards))
 
     def separate_launch(self, source: int, failed: int, multiprocessors: int) -> Launch:
         arguments = NormKernelArguments(source, failed, self._arguments(self._rows))
