@@ -196,7 +196,7 @@ def _packed(
 
 def _without_lists(region: Region) -> Iterator[Region]:
     """Yield a region, or the rounds of its loops from the outermost loop to the loop with a list."""
-    if not any(loop.places for loop in region.loops):
+    if not any(loop.displs for loop in region.loops):
         yield region
     else:
         for number in range(region.loops[0].rounds):
@@ -246,9 +246,9 @@ def table_of_jobs(jobs: Iterable[PackJob]) -> packing.PackTable:
         begins = [units, *[end] * (len(fields) - 1)]
         for region, first_unit in zip(fields, begins, strict=True):
             for loop in region.loops:
-                if loop.places and loop.places not in lists:
-                    lists[loop.places] = end_of_lists
-                    end_of_lists += len(loop.places)
+                if loop.displs and loop.displs not in lists:
+                    lists[loop.displs] = end_of_lists
+                    end_of_lists += len(loop.displs)
             entries.append(_entry(region, first_unit, job, element_units, lists))
         units = end
     return packing.PackTable(b"".join([*entries, *lists]), num_regions, units, len(structures))
@@ -298,8 +298,8 @@ def _entry(region: Region, first_unit: int, job: PackJob, element_units: int, li
     counts, strides, packed_strides = [1] * packing.LOOPS, [0] * packing.LOOPS, [0] * packing.LOOPS
     for place, loop in enumerate(reversed(region.loops)):
         counts[place], strides[place], packed_strides[place] = loop.rounds, loop.stride, loop.packed
-        if loop.places:
-            listed, list_offset = place, lists[loop.places]
+        if loop.displs:
+            listed, list_offset = place, lists[loop.displs]
     return packing.ENTRY.pack(
         *((job.memory + region.offset) % (1 << 64), job.packed + region.packed, first_unit, list_offset),
         *(region.run_nbytes, _run_units(region), listed, element_units),

@@ -120,8 +120,8 @@ class Reader:
         self, operation: Operation, arguments: Arguments, algorithm: str = "auto", location: CallLocation | None = None
     ) -> Call:
         """Return the `Call` of this rank. Local."""
-        neighborhood, places = self.neighbors if operation.of_neighbors else None, self.session.placement
-        rank, size = places.rank, len(places.places)
+        neighborhood, placement = self.neighbors if operation.of_neighbors else None, self.session.placement
+        rank, size = placement.rank, len(placement.places)
         return Call(operation, arguments, rank, size, algorithm, neighborhood, location=location)
 
 

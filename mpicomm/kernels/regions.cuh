@@ -3,8 +3,8 @@
 //
 // A region is one run and its loops. A loop has a stride in memory and a stride in packed memory.
 // Runs of other regions may lie between its runs in packed memory: each field of an array of
-// structures is a region. One loop of a region may have a list of places instead of a stride, as an
-// indexed datatype has. All regions together fill packed memory, each byte once.
+// structures is a region. One loop of a region may have a list of displacements instead of a
+// stride, as an indexed datatype has. All regions together fill packed memory, each byte once.
 //
 // The kernel cuts the runs of a region into units of up to 16 bytes, and each unit lies in one run.
 // A thread moves several units at a time. It searches for the region of a unit from its last region
@@ -29,10 +29,10 @@ struct Region {
   u64 memory;      // the offset of the first run from Packing::memory
   u64 packed;      // the offset of the first run in packed memory
   u64 first_unit;  // the units of all regions before; for a later field, the units of all fields, too
-  u64 list;        // the offset of the places of the listed loop, in bytes from the first region
+  u64 list;        // the offset of the displacements of the listed loop, in bytes from the first region
   u32 run_nbytes;
   u32 run_units;
-  u32 listed;  // the loop that has a list of places, or kLoops
+  u32 listed;  // the loop that has a list of displacements, or kLoops
   u32 element_units;  // the units of a run of all fields; it has no meaning for a later field
   u32 counts[kLoops];  // the innermost loop first; 1 for a loop that does not exist
   i64 strides[kLoops];  // in memory; 0 for the listed loop

@@ -334,14 +334,14 @@ def _is_surely_on_host(array: Any) -> bool:
     return array is None or array is MPI.IN_PLACE
 
 
-def require_same_device(what: str, device: int | None, here: int | str) -> None:
-    """Raise `InvalidUsageError` for an array on GPU ``device`` if the communicator is elsewhere: ``here``. Local.
+def require_same_device(what: str, device: int | None, expected: int | str) -> None:
+    """Raise `InvalidUsageError` for an array on GPU ``device`` if the communicator is elsewhere. Local.
 
-    Kernels and copies of ``here`` may have no access to the array, and its contents are ordered by a stream of the
-    other GPU.
+    Kernels and copies of the communicator's device may have no access to the array, and a stream of the other GPU
+    orders its contents.
     """
-    if device is not None and device != here:
-        place = "the cpu" if here == "cpu" else f"GPU {here}"
+    if device is not None and device != expected:
+        place = "the cpu" if expected == "cpu" else f"GPU {expected}"
         raise InvalidUsageError(
             f"{what} is on GPU {device}, but this communicator is on {place}: copy it there, or create the "
             f"communicator with device={device}"

@@ -112,8 +112,8 @@ def _by_address(owner: Any, pointer: int) -> memory_location.GpuLocation | None:
         owner = owner.base if isinstance(owner, ndarray) else owner.obj
     if owner is None or isinstance(owner, _HOST_CLASSES):
         return None
-    place = memory_location.locate(pointer)
-    return None if place is None or place.managed else place
+    location = memory_location.locate(pointer)
+    return None if location is None or location.managed else location
 
 
 def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
@@ -130,13 +130,13 @@ def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
 
 def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[Any] | None, owner: Any) -> ArrayMemory:
     """Return the memory of an object of the buffer protocol. ``owner`` tells whether it may be device memory."""
-    place = None if owner is None else _by_address(owner, pointer)
+    location = None if owner is None else _by_address(owner, pointer)
     room = None
     if pointer and isinstance(buffer, MPI.buffer) and buffer.obj is None:
-        room = _UNKNOWN_NBYTES if place is None else place.nbytes
-    if place is None:
+        room = _UNKNOWN_NBYTES if location is None else location.nbytes
+    if location is None:
         return ArrayMemory(pointer, nbytes, dtype, False, None, buffer, room=room)
-    return ArrayMemory(pointer, nbytes, dtype, True, place.device, buffer, by_address=True, room=room)
+    return ArrayMemory(pointer, nbytes, dtype, True, location.device, buffer, by_address=True, room=room)
 
 
 def _read_cupy(array: Any, writable: bool, name: str) -> ArrayMemory:
@@ -295,10 +295,10 @@ def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
     interface = array.__cuda_array_interface__
     dtype = types.interface_dtype(interface["typestr"], array)
     pointer = buffer.address
-    place = memory_location.locate(pointer) if pointer else None
+    location = memory_location.locate(pointer) if pointer else None
     # Empty memory has no address to ask for, so the class decides. In a process with GPUs it is a device array.
-    on_device = place is not None or (not pointer and memory_location.has_driver())
-    device = None if place is None else place.device
+    on_device = location is not None or (not pointer and memory_location.has_driver())
+    device = None if location is None else location.device
     return ArrayMemory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)
 
 
@@ -313,8 +313,8 @@ def _read_only(array: Any, name: str) -> BufferRefusedError:
     return BufferRefusedError(f"{name} is a {_class(array)} that is read-only: pass a writable one")
 
 
-def _elsewhere(array: Any, place: str, name: str) -> BufferRefusedError:
-    return BufferRefusedError(f"{name} is a {_class(array)} on {place}: pass one in host memory or on a CUDA device")
+def _elsewhere(array: Any, location: str, name: str) -> BufferRefusedError:
+    return BufferRefusedError(f"{name} is a {_class(array)} on {location}: pass one in host memory or on a CUDA device")
 
 
 def _class(array: Any) -> str:
@@ -338,7 +338,7 @@ def read_in_order(array: Any, writable: bool, name: str) -> ArrayMemory:
 
 
 def new_array(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None, *, on_device: bool) -> Any:
-    """Return a new array of the library of ``like``, in the same place. Other libraries than PyTorch get CuPy's.
+    """Return a new array of the library of ``like``, on the same device. Other libraries than PyTorch get CuPy's.
 
     None as ``dtype`` is that of ``like``.
     """

@@ -91,9 +91,9 @@ def items_key(items: Any, *, counts_on_device: bool = False) -> Hashable:
     return descriptor_of(items) if counts_on_device else None
 
 
-def has_count(plain: ArrayDescriptor | BlocksDescriptor) -> bool:
+def has_count(descriptor: ArrayDescriptor | BlocksDescriptor) -> bool:
     """Return whether the caller passed one count: of the array, or of each block if the call has blocks."""
-    return type(plain[2]) is tuple and plain[2][-1] == "count"
+    return type(descriptor[2]) is tuple and descriptor[2][-1] == "count"
 
 
 def _nothing(argument: Any) -> ArrayDescriptor:
@@ -233,24 +233,24 @@ def _blocks(spec: Any, *, on_device: bool = False) -> ArrayDescriptor | BlocksDe
 
 
 def _with_device_counts(array: ArrayDescriptor, counts: Any, displs: Any) -> BlocksDescriptor | None:
-    """Return blocks with counts on a GPU; None unless counts are a plain array, and displacements are plain, too."""
+    """Describe blocks with counts on a GPU; None unless counts, and displacements on a GPU, are contiguous arrays."""
     numbers = _numbers(counts)
     if numbers is None:
         return None
     if type(displs) is int:  # the distance of the blocks
         displs = [displs * block for block in range(numbers[1][0])]
-    places = (None, None) if displs is None else _numbers(displs)
-    if places is None:
+    starts = (None, None) if displs is None else _numbers(displs)
+    if starts is None:
         return None
     pointer, size, kind = array
-    return pointer, size, (*kind, numbers[1], places[1], "on a GPU"), numbers[0], places[0]
+    return pointer, size, (*kind, numbers[1], starts[1], "on a GPU"), numbers[0], starts[0]
 
 
 def _numbers(numbers: Any) -> tuple[Any, Any] | None:
-    """Return integers and their number, or the address of a plain array and its number, type and device; else None."""
+    """Return integers and their number, or an array's address and its number, type and device; None for others."""
     if type(numbers) in _HOST_NUMBERS:
-        known = as_integers(numbers)
-        return (known, len(known)) if known and min(known) >= -_TOO_LARGE and max(known) < _TOO_LARGE else None
+        host = as_integers(numbers)
+        return (host, len(host)) if host and min(host) >= -_TOO_LARGE and max(host) < _TOO_LARGE else None
     read = descriptor_of(numbers)
     return None if read is None or type(read[2]) is str else (read[0], read[1:])
 
@@ -291,12 +291,12 @@ def _predefined_nbytes(datatype: Any) -> int | None:
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> ArrayDescriptor | None:
     """Describe the elements at an address: as many as the buffer has, or as its allocation has from there."""
     itemsize = _predefined_nbytes(datatype)
-    place = locate(buffer.address) if itemsize else None
-    if not itemsize or place is None or place.managed:
+    location = locate(buffer.address) if itemsize else None
+    if not itemsize or location is None or location.managed:
         return None
-    nbytes = buffer.nbytes if all_of_it or buffer.obj is not None else place.nbytes
+    nbytes = buffer.nbytes if all_of_it or buffer.obj is not None else location.nbytes
     count, rest = divmod(nbytes, itemsize)
-    return None if all_of_it and rest else (buffer.address, count, place.device)
+    return None if all_of_it and rest else (buffer.address, count, location.device)
 
 
 def as_integers(numbers: Any) -> tuple[int, ...] | None:

@@ -93,14 +93,14 @@ def has_device_counts(spec: Any) -> bool:
     return parts is not None and any(_is_on_device(each) for each in parts[1:3])
 
 
-def _is_on_device(said: Any) -> bool:
+def _is_on_device(numbers: Any) -> bool:
     """Return whether counts or displacements are an array on a GPU."""
-    if said is None or isinstance(said, (int, list, tuple, np.ndarray, np.integer)):
+    if numbers is None or isinstance(numbers, (int, list, tuple, np.ndarray, np.integer)):
         return False
     try:
-        return read(said, False, "counts").on_device
+        return read(numbers, False, "counts").on_device
     except (TypeError, InvalidUsageError):  # other objects are read as counts in host memory
-        return bool(getattr(said, "is_cuda", False)) or hasattr(said, "__cuda_array_interface__")
+        return bool(getattr(numbers, "is_cuda", False)) or hasattr(numbers, "__cuda_array_interface__")
 
 
 def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> DeviceCountsBuffer:
@@ -125,13 +125,13 @@ def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> 
             f"Alltoallv: {name} has a derived datatype beside counts on the GPU: pass a predefined datatype, or counts "
             "in host memory"
         )
-    places: ArrayMemory | tuple[int, ...] | None = None
+    starts: ArrayMemory | tuple[int, ...] | None = None
     if _is_on_device(displs):
-        places = _indices(displs, size, f"the displacements of {name}", operand, writable=False)
+        starts = _indices(displs, size, f"the displacements of {name}", operand, writable=False)
     elif displs is not None:
-        places = displacements(displs, size, name, "rank")
+        starts = displacements(displs, size, name, "rank")
     return DeviceCountsBuffer(
-        operand, _indices(counts, size, f"the counts of {name}", operand, writable=writable), places
+        operand, _indices(counts, size, f"the counts of {name}", operand, writable=writable), starts
     )
 
 

@@ -66,10 +66,10 @@ def call(
         return method(called, *arguments)
     except REFUSALS:
         given = [*arguments]
-    for place in sorted({0, receives or 0}):
-        name = ("recvbuf" if place else "sendbuf") if receives else "buf"
-        ignored = receives and given[place + 1] == MPI.PROC_NULL  # MPI ignores one of two buffers
-        given[place] = None if ignored else as_bytes(given[place], place == receives, name)
+    for index in sorted({0, receives or 0}):
+        name = ("recvbuf" if index else "sendbuf") if receives else "buf"
+        ignored = receives and given[index + 1] == MPI.PROC_NULL  # MPI ignores one of two buffers
+        given[index] = None if ignored else as_bytes(given[index], index == receives, name)
     return method(called, *given)
 
 

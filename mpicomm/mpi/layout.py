@@ -215,16 +215,16 @@ def _measured_regions(datatype: MPI.Datatype) -> Regions:
     # has the extent of the memory, and packs one element.
     alone = datatype.Create_resized(begin, nbytes).Commit()
     packed = np.empty(alone.Pack_size(1, MPI.COMM_SELF), np.uint8)
-    places = np.full(datatype.size, begin, np.int64)
+    displs = np.full(datatype.size, begin, np.int64)
     for digit in range((max(nbytes - 1, 1).bit_length() + 7) // 8):
         # One digit, to base 256, of each of the numbers from 0 to ``nbytes - 1``.
         digits = np.resize(np.repeat(np.arange(256, dtype=np.uint8), min(256**digit, nbytes)), nbytes)
         element = MPI.memory.fromaddress(digits.ctypes.data - begin, nbytes)
         end = alone.Pack(element, packed, 0, MPI.COMM_SELF)
         assert end == datatype.size, "MPI packs more than the elements"
-        places += packed[:end].astype(np.int64) << (8 * digit)
+        displs += packed[:end].astype(np.int64) << (8 * digit)
     alone.Free()
-    return at_blocks(byte_run(1).regions, 1, places.tolist(), [1] * len(places), 1)
+    return at_blocks(byte_run(1).regions, 1, displs.tolist(), [1] * len(displs), 1)
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,9 @@ def elements_at(
         )
     ends = [region.ends for region in block.regions] if gpu is not None else []
     for at in (address + byte for first, after in ends for byte in (first, after - 1)):
-        place = memory_location.locate(at)
-        if place is None or place.managed or place.device != gpu:
-            lies = "in no memory of a GPU" if place is None or place.managed else f"on GPU {place.device}"
+        location = memory_location.locate(at)
+        if location is None or location.managed or location.device != gpu:
+            lies = "in no memory of a GPU" if location is None or location.managed else f"on GPU {location.device}"
             raise InvalidUsageError(
                 f"{name}: MPI.BOTTOM with address {at:#x}, which lies {lies}, and another address on GPU {gpu}: let "
                 "all elements lie in memory of one GPU, and none beyond its allocation"

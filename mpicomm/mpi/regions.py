@@ -14,34 +14,34 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Places = npt.NDArray[np.int64]
+Displacements = npt.NDArray[np.int64]
 
 
-_PLACE_NBYTES = 8
-"""The bytes of a place in the list of a loop."""
+_DISPL_NBYTES = 8
+"""The bytes of a displacement in the list of a loop."""
 _REGION_NBYTES = 128
 """The bytes that a region needs in a table of regions. They decide which of two equal descriptions is shorter."""
 
 
 class Loop(NamedTuple):
-    """A loop of two rounds or more. Each round lies ``stride`` bytes after the round before, or at a listed place."""
+    """A loop of two rounds or more. Rounds lie ``stride`` bytes apart, or at listed displacements."""
 
     rounds: int
     stride: int
     """The distance of two rounds in memory; 0 for a loop with a list."""
     packed: int
     """The distance of two rounds in packed memory."""
-    places: bytes = b""
-    """The bytes from the region's offset to each round, as int64; empty without a list. Bytes compare fast."""
+    displs: bytes = b""
+    """The displacement of each round from the region's offset, as int64; empty without a list. Bytes compare fast."""
 
-    def listed(self) -> Places:
-        """Return the places in the list."""
-        return np.frombuffer(self.places, np.int64)
+    def displacements(self) -> Displacements:
+        """Return the displacements in the list."""
+        return np.frombuffer(self.displs, np.int64)
 
 
 @dataclass(frozen=True)
 class Region:
-    """Runs of consecutive bytes at the places that nested loops visit. At most one of the loops has a list."""
+    """Runs of consecutive bytes that nested loops visit. At most one of the loops has a list."""
 
     offset: int
     """The bytes from the address of the buffer to the first run. The number may be negative."""
@@ -68,8 +68,8 @@ class Region:
         for loop in self.loops:
             reach = (loop.rounds - 1) * loop.stride
             low, high = (min(reach, 0), max(reach, 0))
-            if loop.places:
-                low, high = int(loop.listed().min()), int(loop.listed().max())
+            if loop.displs:
+                low, high = int(loop.displacements().min()), int(loop.displacements().max())
             first, last = first + low, last + high
         return first, last + self.run_nbytes
 
@@ -89,12 +89,12 @@ def packed_nbytes(regions: Iterable[Region]) -> int:
 def rounds_of(region: Region, start: int, stop: int) -> Region:
     """Return some rounds of the outermost loop of a region."""
     loop, *inner = region.loops
-    places, offset = b"", start * loop.stride
-    if loop.places:
-        some_places = loop.listed()[start:stop]
-        offset = int(some_places[0])
-        places = (some_places - offset).tobytes()
-    some = [Loop(stop - start, loop.stride, loop.packed, places)] if stop - start > 1 else []
+    displs, offset = b"", start * loop.stride
+    if loop.displs:
+        some_displs = loop.displacements()[start:stop]
+        offset = int(some_displs[0])
+        displs = (some_displs - offset).tobytes()
+    some = [Loop(stop - start, loop.stride, loop.packed, displs)] if stop - start > 1 else []
     return replace(region.moved(offset, start * loop.packed), loops=(*some, *inner))
 
 
@@ -106,43 +106,43 @@ def repeated(regions: Regions, count: int, stride: int) -> Regions:
     return tuple(_looped(region, count, stride, nbytes) for region in regions)
 
 
-def repeated_at(regions: Regions, places: Places) -> Regions:
+def repeated_at(regions: Regions, displs: Displacements) -> Regions:
     """Return copies of regions at displacements in bytes."""
-    steps = np.diff(places)
+    steps = np.diff(displs)
     if (steps == steps[:1]).all():
-        copies = repeated(regions, len(places), int(steps[0]) if len(steps) else 0)
-        return tuple(region.moved(int(places[0]), 0) for region in copies)
+        copies = repeated(regions, len(displs), int(steps[0]) if len(steps) else 0)
+        return tuple(region.moved(int(displs[0]), 0) for region in copies)
     nbytes = packed_nbytes(regions)
-    if any(loop.places for region in regions for loop in region.loops):  # a region has at most one list
-        return tuple(region.moved(place, n * nbytes) for n, place in enumerate(places.tolist()) for region in regions)
-    first = int(places[0])
-    loop = Loop(len(places), 0, nbytes, (places - first).tobytes())
+    if any(loop.displs for region in regions for loop in region.loops):  # a region has at most one list
+        return tuple(region.moved(displ, n * nbytes) for n, displ in enumerate(displs.tolist()) for region in regions)
+    first = int(displs[0])
+    loop = Loop(len(displs), 0, nbytes, (displs - first).tobytes())
     return tuple(replace(each, offset=each.offset + first, loops=(loop, *each.loops)) for each in regions)
 
 
 def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequence[int], unit: int) -> Regions:
     """Return blocks of elements. Each block has a displacement, in units of ``unit`` bytes, and a count."""
     lengths = np.array(counts, np.int64)
-    places = np.array(displs, np.int64)[lengths > 0] * unit
+    starts = np.array(displs, np.int64)[lengths > 0] * unit
     lengths = lengths[lengths > 0]
-    if not len(places) or not element:
+    if not len(starts) or not element:
         return ()
-    begins = np.flatnonzero(np.append(True, places[1:] != (places + lengths * extent)[:-1]))
-    places, lengths = places[begins], np.add.reduceat(lengths, begins)
+    begins = np.flatnonzero(np.append(True, starts[1:] != (starts + lengths * extent)[:-1]))
+    starts, lengths = starts[begins], np.add.reduceat(lengths, begins)
     # If it makes the table shorter, the loop cuts blocks of different lengths into blocks of one length.
     common = int(np.gcd.reduce(lengths))
     parts, changes = lengths // common, np.flatnonzero(np.diff(lengths)) + 1
     saved = _REGION_NBYTES * len(element) * len(changes)
-    if _PLACE_NBYTES * (int(parts.sum()) - len(parts)) < saved:
+    if _DISPL_NBYTES * (int(parts.sum()) - len(parts)) < saved:
         numbers = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-        places, changes = np.repeat(places, parts) + numbers * (common * extent), changes[:0]
-        lengths = np.full(len(places), common)
-    bounds = [0, *changes.tolist(), len(places)]
+        starts, changes = np.repeat(starts, parts) + numbers * (common * extent), changes[:0]
+        lengths = np.full(len(starts), common)
+    bounds = [0, *changes.tolist(), len(starts)]
     made: list[Region] = []
     packed = 0
     for start, stop in pairwise(bounds):
         block = repeated(element, int(lengths[start]), extent)
-        made += (region.moved(0, packed) for region in repeated_at(block, places[start:stop]))
+        made += (region.moved(0, packed) for region in repeated_at(block, starts[start:stop]))
         packed += packed_nbytes(block) * (stop - start)
     return joined(made)
 
@@ -165,7 +165,7 @@ def _looped(region: Region, count: int, stride: int, packed: int) -> Region:
         return region
     if not region.loops and stride == packed == region.run_nbytes:
         return replace(region, run_nbytes=region.run_nbytes * count)
-    if region.loops and not region.loops[0].places:
+    if region.loops and not region.loops[0].displs:
         outer = region.loops[0]
         if (outer.rounds * outer.stride, outer.rounds * outer.packed) == (stride, packed):  # each copy follows the last
             longer = outer._replace(rounds=outer.rounds * count)

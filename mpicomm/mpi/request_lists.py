@@ -138,7 +138,7 @@ def _answer(
 def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
     """Answer as ``wait``, mpi4py's wait for all requests. Until MPI has all of them, this thread drives the work."""
     in_mpi = [*map(_in_mpi, requests)]
-    works: dict[int, Any] = {place: each for place, each in enumerate(in_mpi) if isinstance(each, Driven)}
+    works: dict[int, Any] = {index: each for index, each in enumerate(in_mpi) if isinstance(each, Driven)}
     for work in works.values():
         work.driven = True
     try:
@@ -154,9 +154,9 @@ def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None
     for work in works.values():
         work.silent = True
     objects = wait(in_mpi, statuses)
-    for place, status in enumerate(statuses or ()):  # mpi4py has added those that were missing
-        if place in works:
-            works[place].fill(status)
+    for index, status in enumerate(statuses or ()):  # mpi4py has added those that were missing
+        if index in works:
+            works[index].fill(status)
     _raise([work for work in works.values() if work.error is not None])
     return objects
 

@@ -171,10 +171,10 @@ def typed_blocks(
     if buffer is MPI.BOTTOM and (counts is None or displs is None):
         raise InvalidUsageError(f"{name}: MPI.BOTTOM needs counts and displacements: pass one of each for each {peer}")
     if counts is None and displs is None:
-        each, places = (1,) * size, (0,) * size
+        each, starts = (1,) * size, (0,) * size
     else:
         each = indices_of(counts, size, "counts", name, peer)
-        places = indices_of(displs, size, "displacements", name, peer)
+        starts = indices_of(displs, size, "displacements", name, peer)
     if not isinstance(given, Sequence):
         raise TypeError(f"{name}: {given!r} are no datatypes: pass a sequence with an MPI.Datatype for each {peer}")
     datatypes = list(given)
@@ -194,7 +194,7 @@ def typed_blocks(
                     MPI.ERR_TYPE,
                 )
             datatypes[number] = MPI.BYTE
-    return each, places, datatypes
+    return each, starts, datatypes
 
 
 def no_type(memory: ArrayMemory, name: str) -> UnknownElementsError:

@@ -301,7 +301,7 @@ def is_aligned(layout: DatatypeLayout | None, nbytes: int) -> bool:
     for region in layout.regions:
         offsets = [region.offset, region.run_nbytes]
         for loop in region.loops:
-            offsets += loop.listed().tolist() if loop.places else [loop.stride]
+            offsets += loop.displacements().tolist() if loop.displs else [loop.stride]
         if any(offset % nbytes for offset in offsets):
             return False
     return True

@@ -255,7 +255,7 @@ def _packed_offsets(layout: DatatypeLayout) -> npt.NDArray[np.int64]:
         packed: Any = np.array([region.packed])
         for loop in region.loops:
             rounds = np.arange(loop.rounds)
-            steps = loop.listed() if loop.places else rounds * loop.stride
+            steps = loop.displacements() if loop.displs else rounds * loop.stride
             begins = (begins[:, None] + steps).ravel()
             packed = (packed[:, None] + rounds * loop.packed).ravel()
         run = np.arange(region.run_nbytes)

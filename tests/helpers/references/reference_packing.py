@@ -42,7 +42,7 @@ def _bytes_of(layout: DatatypeLayout) -> tuple[npt.NDArray[np.int64], npt.NDArra
         start, place = np.array([region.offset]), np.array([region.packed])
         for loop in region.loops:
             numbers = np.arange(loop.rounds)
-            start = np.add.outer(start, loop.listed() if loop.places else numbers * loop.stride).ravel()
+            start = np.add.outer(start, loop.displacements() if loop.displs else numbers * loop.stride).ravel()
             place = np.add.outer(place, numbers * loop.packed).ravel()
         starts.append(np.add.outer(start, np.arange(region.run_nbytes)).ravel())
         places.append(np.add.outer(place, np.arange(region.run_nbytes)).ravel())
