@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpicomm.activity.layout import CALL, CALLS_BY_MPI
 from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.operations import ALLREDUCE, DOCS, Operation
+from mpicomm.collectives.operations import ALLREDUCE, BLOCKING, DOCS, NONBLOCKING, PERSISTENT, Operation
 from mpicomm.collectives.wire import as_wire
 from mpicomm.dispatch.reader import REFUSALS
 from mpicomm.epilogues import as_epilogue
@@ -33,8 +33,6 @@ _TYPES = {
     "root": "int = 0",
     "info": "MPI.Info = MPI.INFO_NULL",
 }
-_BLOCKING, _NONBLOCKING, _PERSISTENT = range(3)
-"""The modes of a collective, as `Operation.methods` orders them."""
 _RETURNED = "None", "MPI.Request", "MPI.Prequest"
 _KEPT_BY_MPI4PY = ("Allgather", "Alltoall", "Alltoallv", "Bcast")
 """The collectives with nonblocking methods in mpi4py whose requests keep all buffers, on every rank."""
@@ -65,7 +63,7 @@ class UncompiledMethod:
 
 def signature(row: Operation, mode: int, join: Callable[[list[str]], str] = ", ".join) -> str:
     """Return the name, the parameters and the type of the result of a method. ``join`` joins the parameters."""
-    names = [*row.arguments, *["info"] * (mode == _PERSISTENT)]
+    names = [*row.arguments, *["info"] * (mode == PERSISTENT)]
     parameters = ["self", *(f"{name}: {_TYPES.get(name, 'Any')}" for name in names)]
     parameters += ["*", "stream: Any = None", 'algorithm: str = "auto"']
     parameters += ["epilogue: Any = None"] * (row is ALLREDUCE) + ["wire_dtype: Any = None"] * row.quantizable
@@ -85,7 +83,7 @@ def _body(row: Operation, mode: int) -> list[str]:
         epilogue = "as_epilogue(epilogue, operands)"
     with_options = f"{fields}, {epilogue}, {'as_wire(wire_dtype)' if row.quantizable else 'None'}"
     lines = ["    if order != 'auto':", "        op = self._collectives.ordered_op(row, op, order)"] * row.tree
-    if mode == _PERSISTENT:
+    if mode == PERSISTENT:
         prepare = f"self._collectives.prepare(row, Arguments({with_options}), info, stream, algorithm)"
         return [*lines, f"    return {prepare}"]
     run = f"self._collectives.{('run', 'start')[mode]}(row, stream, algorithm, "
@@ -98,7 +96,7 @@ def _body(row: Operation, mode: int) -> list[str]:
         has_recvcounts = " and recvcounts is not None" * (row.send == "by_recvcounts")
         given = ", ".join(row.arguments)
         call = f"mpi({('self', 'self._nonblocking_comm')[mode]}, {given})"
-        if mode == _NONBLOCKING and row.name not in _KEPT_BY_MPI4PY:
+        if mode == NONBLOCKING and row.name not in _KEPT_BY_MPI4PY:
             call = f"holding({call}, ({given}))"  # MPI uses the buffers until the request is complete
         name = row.methods[mode]
         lines += [
@@ -121,7 +119,7 @@ def documentation(row: Operation, mode: int) -> str:
     """
     paragraphs = DOCS[row].rstrip().split("\n\n")
     at = next(number for number, each in enumerate(paragraphs) if each.startswith("    "))
-    if mode == _BLOCKING:
+    if mode == BLOCKING:
         algorithms = ["auto", "one_shot", *["two_shot"] * bool(row.two_shot), *["ring"] * bool(row.ring)]
         algorithms += [*["chain"] * bool(row.chain), *["copy_engine"] * bool(row.copies), "mpi"]
         *first, last = (f'"{name}"' for name in algorithms)
@@ -129,7 +127,7 @@ def documentation(row: Operation, mode: int) -> str:
     *before, call = paragraphs[at].splitlines()
     indent = call[: -len(call.lstrip())]
     example = [*before, f"{indent}request = {call.strip().replace(row.name, row.methods[mode], 1)}"]
-    if mode == _NONBLOCKING:
+    if mode == NONBLOCKING:
         summary = f"Start `{row}` with its arguments; return the request."
         more = "Keep the buffers until ``Wait``. Later work on the stream of device arrays finds the result without it."
         example += [f"{indent}request.Wait()"]

@@ -88,13 +88,13 @@ def require_symmetric(index: Sequence[int], edges: Sequence[int]) -> None:
 
 
 @cache
-def mpi_crosses(form: int) -> bool:
-    """Return whether MPI crosses the blocks of a grid in a form of its calls, an index of `Operation.methods`. Local.
+def mpi_crosses(mode: int) -> bool:
+    """Return whether MPI crosses the blocks of a grid in calls of a mode, an index of `Operation.methods`. Local.
 
     The nonblocking and persistent calls of Open MPI 5 match the blocks between two ranks in the order of the buffers.
     """
     grid, received = MPI.Intracomm(MPI.COMM_SELF).Create_cart([1], [True]), np.zeros(2, np.int32)
-    request = getattr(grid, NEIGHBOR_ALLTOALL.methods[form])(np.arange(2, dtype=np.int32), received)
+    request = getattr(grid, NEIGHBOR_ALLTOALL.methods[mode])(np.arange(2, dtype=np.int32), received)
     if isinstance(request, MPI.Prequest):
         request.Start()
     if request is not None:

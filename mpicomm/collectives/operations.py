@@ -21,6 +21,9 @@ from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
 from mpicomm.mpi.spec import Shape
 
+BLOCKING, NONBLOCKING, PERSISTENT = range(3)
+"""The modes of a collective, in the order of `Operation.methods`."""
+
 
 # Rows compare by identity, because each row exists once. That also makes them cheap keys of dictionaries.
 @dataclass(frozen=True, eq=False)

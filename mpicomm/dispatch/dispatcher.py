@@ -21,7 +21,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.selection import FastPathCheck, mpi_fast_path, with_votes
-from mpicomm.collectives.operations import ALLREDUCE, Operation
+from mpicomm.collectives.operations import ALLREDUCE, BLOCKING, NONBLOCKING, PERSISTENT, Operation
 from mpicomm.dispatch.engines import Engines
 from mpicomm.dispatch.location_votes import LocationVotes
 from mpicomm.dispatch.reader import MpiCarrier, Reader
@@ -93,7 +93,7 @@ class Dispatcher:
         arguments = Arguments._make(given)
         certain = not joins and self._is_for_mpi(operation, operation.name, arguments, stream, algorithm)
         if certain and votes.agree(operation) == "host":
-            self._mpi.call(operation, arguments, 0)
+            self._mpi.call(operation, arguments, BLOCKING)
             return
         self._joins = False
         call = self._reader.read(operation, arguments, algorithm, stream)
@@ -225,7 +225,7 @@ class Dispatcher:
         elif carrier == "gpu":
             begun = self._enqueue(call, blocking=blocking)
         elif carrier == "mpi":
-            begun = self._mpi.call(call.operation, call.arguments, 0 if blocking else 1)
+            begun = self._mpi.call(call.operation, call.arguments, BLOCKING if blocking else NONBLOCKING)
         elif carrier == "exchange":
             begun = self._deferred(*start_exchange(call, self._votes.comm_for(call.operation), self._session))
         else:
@@ -295,7 +295,7 @@ class Dispatcher:
     def _begin_by_mpi(self, operation: Operation, arguments: Arguments, location: CallLocation) -> MPI.Request:
         if location == "gpu":
             return self._begin(self._reader.read(operation, arguments, "auto", None), location)
-        begun: MPI.Request = self._mpi.call(operation, arguments, 1)
+        begun: MPI.Request = self._mpi.call(operation, arguments, NONBLOCKING)
         return begun
 
     def _prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
@@ -317,7 +317,7 @@ class Dispatcher:
             return PersistentRequest.of(begin_on_copies, prepared.Free)
         # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
         if carrier == "mpi" and not (operation.send == "by_recvcounts" and call.in_place):
-            request: MPI.Prequest = self._mpi.call(operation, call.arguments, 2, info)
+            request: MPI.Prequest = self._mpi.call(operation, call.arguments, PERSISTENT, info)
             return request
         if call.on_device:
             self._session.require_gpu(operation.name)

@@ -15,7 +15,7 @@ from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_displacements, mpi_crosses, neighborhood_of
-from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.operations import BLOCKING, NONBLOCKING, OPERATIONS, PERSISTENT, Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.devices.host import array_at
 from mpicomm.dispatch.location_votes import LocationVotes
@@ -172,7 +172,7 @@ _ARGUMENT_ERRORS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.
 
 
 class MpiCarrier:
-    """MPI's collectives on host arrays, on the communicator ``comm``. ``form`` is an index of `Operation.methods`."""
+    """MPI's collectives on host arrays of ``comm``. ``mode`` is `BLOCKING`, `NONBLOCKING` or `PERSISTENT`."""
 
     def __init__(self, comm: MPI.Intracomm, reader: Reader, votes: LocationVotes) -> None:
         self._comm = comm
@@ -180,15 +180,15 @@ class MpiCarrier:
         self._reader = reader
         self._votes = votes
 
-    def call(self, operation: Operation, arguments: Arguments, form: int, *info: MPI.Info) -> Any:
-        """Call mpi4py's method of a form; return its request, None if it blocks. Only MPI reads the arguments.
+    def call(self, operation: Operation, arguments: Arguments, mode: int, *info: MPI.Info) -> Any:
+        """Call mpi4py's method of a mode; return its request, None if it blocks. Only MPI reads the arguments.
 
         A persistent Reduce_scatter must not be in place, because MPI gets a copy of such an input.
         """
         op = arguments.op
         if (
             operation.send == "by_recvcounts"
-            and form < 2
+            and mode != PERSISTENT
             and arguments.counts is not None
             and is_in_place(arguments.send)
         ):
@@ -203,19 +203,19 @@ class MpiCarrier:
                 MPI.ERR_OP,
             )
         if operation.of_neighbors:
-            operation, arguments = self._cross(operation, arguments, form)
+            operation, arguments = self._cross(operation, arguments, mode)
         begin_mpi_call(self._row.words, operation.number)
         try:
-            return self._invoke(operation, arguments, form, info, arguments)
+            return self._invoke(operation, arguments, mode, info, arguments)
         except REFUSALS as error:
-            return self.retry(error, operation, arguments, form, *info)
+            return self.retry(error, operation, arguments, mode, *info)
 
     def retry(
         self,
         error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
         arguments: Arguments,
-        form: int,
+        mode: int,
         *info: MPI.Info,
     ) -> Any:
         """Retry mpi4py's method after ``error`` with a datatype for the same memory, or explain the error.
@@ -230,7 +230,7 @@ class MpiCarrier:
             call = self._reader.make_call(operation, arguments)
             if not isinstance(error, MPI.Exception):
                 with contextlib.suppress(BufferError, KeyError, ValueError):  # explained below
-                    return self._invoke(operation, self._with_mpi_types(call), form, info, arguments)
+                    return self._invoke(operation, self._with_mpi_types(call), mode, info, arguments)
             if operation.send == "typed":
                 self._require_blocks(call)
             text = f"{operation}: MPI refuses an argument: {error}"
@@ -246,11 +246,13 @@ class MpiCarrier:
         raise refused from error
 
     def _invoke(
-        self, operation: Operation, arguments: Arguments, form: int, info: tuple[MPI.Info, ...], held: Arguments
+        self, operation: Operation, arguments: Arguments, mode: int, info: tuple[MPI.Info, ...], held: Arguments
     ) -> Any:
-        comm = self._votes.comm_for(operation) if form == 1 else self._comm
-        request = getattr(operation.mpi_class, operation.methods[form])(comm, *operation.passed(arguments), *info)
-        return holding(request, held) if form else None  # MPI uses the buffers until the request is complete
+        comm = self._votes.comm_for(operation) if mode == NONBLOCKING else self._comm
+        request = getattr(operation.mpi_class, operation.methods[mode])(comm, *operation.passed(arguments), *info)
+        return (
+            None if mode == BLOCKING else holding(request, held)
+        )  # MPI uses the buffers until the request is complete
 
     def _with_mpi_types(self, call: Call) -> Arguments:
         """Return the arguments of a call on host arrays with MPI's datatypes for their elements. Local.
@@ -283,10 +285,10 @@ class MpiCarrier:
             if operand is not None:
                 typed_blocks(operand.spec, size=size, name=operand.name, peer=peer)
 
-    def _cross(self, operation: Operation, arguments: Arguments, form: int) -> tuple[Operation, Arguments]:
+    def _cross(self, operation: Operation, arguments: Arguments, mode: int) -> tuple[Operation, Arguments]:
         """Return a call of neighbours whose blocks cross a grid as MPI defines, with an MPI that errs. Local."""
         neighborhood = self._reader.neighbors
-        if not neighborhood.crossed or operation.send == "one" or mpi_crosses(form):
+        if not neighborhood.crossed or operation.send == "one" or mpi_crosses(mode):
             return operation, arguments
         call = self._reader.make_call(operation, arguments)
         assert call.send is not None and call.receive is not None
