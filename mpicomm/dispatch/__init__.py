@@ -1,1 +1,1 @@
-"""Dispatch of collective calls: reads a call, chooses who carries it out, and keeps the engines that do."""
+"""Dispatch of collective calls: reads a call, chooses its carrier, and makes the engines."""

@@ -44,17 +44,7 @@ class DeferredRequest(Driven, MPI.Grequest):
     # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. The dictionary is for recorded
     # requests.
     __slots__ = (
-        "__dict__",
-        "_cancel",
-        "_done",
-        "_finish",
-        "_lock",
-        "_status",
-        "driven",
-        "error",
-        "kept",
-        "over",
-        "silent",
+        "__dict__", "_cancel", "_done", "_finish", "_lock", "_status", "driven", "error", "kept", "over", "silent",
     )  # fmt: skip
     _cancel: Callable[[], None] | None
     _done: Callable[[], bool]
