@@ -64,22 +64,17 @@ def covered_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-_TORCH_NAMES = {"half": "float16", "float": "float32", "double": "float64", "cfloat": "complex64"}
-
-
 @lru_cache
 def torch_dtype(dtype: Any) -> np.dtype[Any] | None:
     """Return a ``torch.dtype`` as a NumPy dtype, or None if NumPy has none. Raises the errors of `covered_dtype`."""
-    name = str(dtype).removeprefix("torch.")
-    name = _TORCH_NAMES.get(name, name)
+    name = name_of(dtype)
     return covered_dtype(name) if name in COVERED else None
 
 
 @lru_cache
 def name_of(dtype: Any) -> str:
     """Return the name of an element type of NumPy or PyTorch, as NumPy or ml_dtypes names it."""
-    known = dtype if isinstance(dtype, np.dtype) else torch_dtype(dtype)
-    return str(dtype if known is None else known.name)
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def named_dtype(dtype: Any) -> np.dtype[Any] | None:
