@@ -7,7 +7,8 @@ The texts have numbers, and text n lies in slot n modulo `TEXTS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 MEMORY_NAME = "mpicomm-activity"
@@ -132,6 +133,8 @@ def logged_call(log: memoryview, call: int, read_text: Callable[[int], str | Non
 
 
 _MAX_RANKS = 1 << 20
+_RANGE = re.compile(r"(?<![^,])(?:(\d{1,24})(?:-(\d{1,24}))?|\?)(?![^,])")
+"""A rank, a range of ranks, or "?", between commas."""
 
 
 def ranks_as_text(ranks: Sequence[int]) -> str:
@@ -150,13 +153,6 @@ def ranks_of_text(text: str) -> tuple[int, ...]:
 
     The text may come from another process: parts that are malformed or cut off are left out.
     """
-    return tuple(islice(chain.from_iterable(map(_part, text.split(","))), _MAX_RANKS))
-
-
-def _part(part: str) -> Iterable[int]:
-    low, _, high = part.partition("-")
-    if part == "?":
-        return (-1,)
-    if not low.isdecimal() or not (high or low).isdecimal() or len(part) > 24:  # no rank has more digits
-        return ()
-    return range(int(low), int(high or low) + 1)
+    parts = _RANGE.finditer(text)
+    ranks = (range(int(part[1]), int(part[2] or part[1]) + 1) if part[1] else (-1,) for part in parts)
+    return tuple(islice(chain.from_iterable(ranks), _MAX_RANKS))

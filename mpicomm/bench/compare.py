@@ -314,17 +314,15 @@ def _trials(
         return CheckedCall(write, call, lambda: content.count_wrong(*variation, exact=exact, error=error))
 
     prepared = measuring.step(lambda: [library.prepare(*variation) for variation in variations], own=library.own)
+    facts: dict[str, Any] = {"own": library.own, "capturable": library.capturable, "check_graph": not case.in_place}
+    if case.operation.reduces:
+        # The data is fresh, because sums in place grow with every call, and PyTorch's two-shot changes its input.
+        facts["refresh"] = partial(content.prepare, case, library.buffers(case))
     trials = []
     for way in prepared[0]:
         calls = [ways[way] for ways in prepared]
-        trial = Trial(library.name, _in_turn(calls, checks))
-        trial.own, trial.way, trial.capturable = library.own, way, library.capturable
-        trial.checks = [check(*each) for each in islice(cycle(zip(variations, calls, strict=True)), checks)]
-        trial.check_graph = not case.in_place
-        if case.operation.reduces:
-            # The data is fresh, because sums in place grow with every call, and PyTorch's two-shot changes its input.
-            trial.refresh = lambda: content.prepare(case, library.buffers(case))
-        trials.append(trial)
+        checked = [check(*each) for each in islice(cycle(zip(variations, calls, strict=True)), checks)]
+        trials.append(Trial(library.name, _in_turn(calls, checks), checked, way=way, **facts))
     return trials
 
 
