@@ -35,7 +35,7 @@ GAIN = 0.03
 Measure = Callable[[Case], Measured]
 """Measures the algorithms in a case."""
 
-# Reductions are measured as sums of this type, which all algorithms carry.
+# Reductions are measured as sums of this type, which all algorithms support.
 _OP, _DTYPE = "sum", np.dtype(np.float32)
 
 _TUNED = {

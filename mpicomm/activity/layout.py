@@ -34,14 +34,14 @@ WORLD_RANK = 2
 STEP = 3  # the number of the text of a step, with its ranks of MPI.COMM_WORLD before it; 0 outside of a step
 STEP_SINCE = 4  # when the step began, in nanoseconds of the monotonic clock
 HEADER_WORDS = 5
-# The names of the collective calls that MPI carries out, in the order of their numbers, each with a zero byte behind.
+# The names of collective calls by MPI, in the order of their numbers, each terminated by a zero byte.
 NAMES = slice(512, HEADER_NBYTES)
 
 # Words of a row.
 KEY = 0  # names the communicator, the same in all its processes; 0 if the row is free
 RANK = 1
 SIZE = 2
-CALLS_BY_MPI = 3  # how many collective calls this rank has begun that MPI carries out
+CALLS_BY_MPI = 3  # how many collective calls by MPI this rank has begun
 CALL = 4  # the last collective call: 1 + the index of its log, or `page.mpi_call_number` of its name
 RECEIVES = 5  # how many blocking receives and probes this rank has begun
 SOURCE = 6  # the source of the receive that is in progress, or `NOBODY`
@@ -62,7 +62,7 @@ POSTED = slice(NAME.stop, NAME.stop + MAX_WINDOW_RANKS)
 COMPLETED = slice(POSTED.stop, POSTED.stop + MAX_WINDOW_RANKS)
 """How often this rank has named a rank in Complete."""
 
-# Words of a log: kernels or mapped memory carry out its calls.
+# Words of a log, which has the calls by kernels or mapped memory.
 POSTS = 0  # how many calls this rank has begun
 SINCE = 1  # when the last call began, in nanoseconds of the monotonic clock
 READY = 2  # the call of `CallLog.publish_ready`
@@ -90,7 +90,7 @@ COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user
 has this character."""
 OFFSET_IN_TEXT = "\x1c"
-"""Stands for the place of the output in a symmetric array, as `COUNT_IN_TEXT` stands for a count."""
+"""Stands for the offset of the output in a symmetric array, as `COUNT_IN_TEXT` stands for a count."""
 
 NOBODY = -(1 << 40)
 """In place of a rank: it is no constant of any MPI, such as MPI.ANY_SOURCE."""

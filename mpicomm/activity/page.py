@@ -57,7 +57,7 @@ def read_text(texts: memoryview, number: int) -> str | None:
 
 
 class Log:
-    """A ring buffer of the calls of one communicator in its node, or in its peer domain, that MPI does not carry out.
+    """A ring buffer of the calls of one communicator by kernels or mapped memory, in its node or in its peer domain.
 
     A call has a word with the number of its text, one with its count, and one with its offset. A rank writes them
     before it does anything else for the call.
@@ -292,7 +292,7 @@ class CommunicatorRow:
 
 
 def mpi_call_number(name: str) -> int:
-    """Return the value of `layout.CALL` for a collective call that MPI carries out.
+    """Return the value of `layout.CALL` for a collective call by MPI.
 
     Writing a text in each call would take too long. The page has the names of the numbers.
     """
@@ -305,7 +305,7 @@ def mpi_call_number(name: str) -> int:
 
 
 def begin_mpi_call(words: memoryview, call: int) -> None:
-    """Publish that this rank begins a collective call that MPI carries out; ``call`` is its `mpi_call_number`."""
+    """Publish that this rank begins a collective call by MPI; ``call`` is its `mpi_call_number`."""
     words[layout.CALLS_BY_MPI] += 1
     words[layout.CALL] = call
 

@@ -56,18 +56,18 @@ class RankCalls:
     rank: int
     size: int
     by_mpi: int
-    """How many collective calls the rank has begun that MPI carries out."""
+    """How many collective calls by MPI the rank has begun."""
     posts: int
     """How many other collective calls it has begun."""
     last: str
     """The last collective call; "" if there was none, or if its text is lost."""
     since_ns: int | None
-    """When the last collective call began; None for a call that MPI carries out."""
+    """When the last collective call began; None for a call by MPI."""
     on_gpu: bool
     """Whether the communicator has GPUs, so that its calls return when they are enqueued."""
     messages: tuple[BlockedMessage, ...] = ()
     last_post: str = ""
-    """The last call that MPI does not carry out; "" if there was none, or if its text is lost."""
+    """The last call that is not by MPI; "" if there was none, or if its text is lost."""
     completed: bytes = b""
     """How often the rank has named each rank in Complete, modulo 256; empty for a communicator."""
 

@@ -254,8 +254,8 @@ class WaitReport:
 def _out_of_order(members: Mapping[int, _Member]) -> list[_Member]:
     """Return the ranks that wait in MPI for each other after calls in different orders; else an empty list.
 
-    MPI does not carry out all calls, and ranks make both kinds of call in one order. So ranks with equally many calls
-    by MPI have also made equally many other calls before. A rank with more calls by MPI than another rank has not made
+    Some calls are not by MPI, and ranks make both kinds of call in one order. So ranks with equally many calls by MPI
+    have also made equally many other calls before. A rank with more calls by MPI than another rank has not made
     fewer of the other calls. MPI can neither notice such a wait nor end it.
     """
     waiting = [each for each in members.values() if each.is_stalled and each.calls.last and each.calls.since_ns is None]
