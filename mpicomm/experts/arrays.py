@@ -226,9 +226,8 @@ class Received:
 
     CuPy has no fp8, so its arrays have bytes instead.
 
-    In the layout by expert each place has a row. Rows between the end of an expert and the start of the next are zero.
-    In the layout by token each token with an expert here has one row, by the number of the token, then by its rank.
-    Rows behind the last keep their old content.
+    In the layout by expert each place has a row, and padding is zero. In the layout by token each token with an expert
+    of this rank has one row, in the order of token numbers, then of ranks. Rows behind the last keep their old content.
     """
     scales: Any
     """With ``wire_dtype`` the scales of the rows: float32 ``[capacity, hidden // 128]``; else None.
@@ -238,8 +237,8 @@ class Received:
     counts: Any
     """The number of places of each expert of this rank: int32.
 
-    Each slot of a token that names an expert of this rank has a place. The places of an expert follow each other: by
-    the number of the token, then by its rank, then by slot.
+    Each slot of a token that names an expert of this rank has a place. The places of an expert are contiguous: in the
+    order of token numbers, then of ranks, then of slots.
     """
     offsets: Any
     """The first place of each expert, then the end of the last: int32, multiples of ``alignment``."""
@@ -253,9 +252,9 @@ class Received:
     places: Any
     """The place of each slot of each token of each rank, or -1: int32 ``[size, max_tokens, top_k]``."""
     targets: Any
-    """The sets of ranks and of slots with an expert of each token of this rank: int32 ``[max_tokens, 2]``.
+    """Two bitmaps for each token of this rank: int32 ``[max_tokens, 2]``.
 
-    Bit r stands for rank r, or for slot r.
+    Bit r of the first stands for an expert on rank r, bit s of the second for an expert in slot s.
     """
     tokens: Any
     """The number of tokens of each rank: int32."""
@@ -265,7 +264,7 @@ class Received:
     rows: Any = None
     """In the layout by token the row of each place: int32 ``[places]``, -1 in places without a token.
 
-    A grouped product gathers its rows by it.
+    A grouped GEMM gathers its rows by it.
     """
     topk_ids: Any = None
     """In the layout by token the experts of each row: int32 ``[capacity, top_k]``.

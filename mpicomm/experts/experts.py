@@ -47,21 +47,21 @@ class Experts(AbstractContextManager["Experts"]):
     Construction is *collective* and blocking. All ranks pass the same arguments:
 
     - ``comm`` is a `Communicator`. On a GPU its ranks must map each other's memory, so they are on one node.
-    - ``num_experts`` is the number of experts of all ranks, which come in order: the first ranks have one more if the
-      number does not fit. Or it is a list with the number of experts of each rank. There are at most 512.
+    - ``num_experts`` is the number of experts, at most 512. Each rank has a contiguous range of them. The first ranks
+      have one more if the number does not divide evenly. A list gives the number of experts of each rank.
     - ``hidden`` is the length of a token, ``top_k`` the number of experts of a token, at most 32. A rank dispatches up
       to ``max_tokens`` tokens at once. ``dtype`` is ``bfloat16``, ``float16`` or ``float32``.
-    - ``capacity`` is the number of rows that a rank has room for. By default there is room for everything that may
-      come: ``size * max_tokens * top_k`` rows and the padding, or ``size * max_tokens`` rows by ``"tokens"``. More rows
-      than fit are an error on all ranks.
+    - ``capacity`` is the most rows that a rank can receive. The default is the maximum: ``size * max_tokens * top_k``
+      rows and the padding, or ``size * max_tokens`` rows in the layout ``"tokens"``. More rows are an error on all
+      ranks.
     - The places of each expert begin at a multiple of ``alignment``.
-    - ``layout`` says how tokens lie where they come. By ``"experts"`` a token has a row for each of its experts there,
-      ready for a grouped product. By ``"tokens"`` it has one row there, with the experts and weights of its slots, and
-      with indices of rows by expert. The second layout moves less memory, so large dispatches and combines are faster.
-      With ``max_tokens`` of 256 or less it also has the least latency on GPUs.
-    - With ``wire_dtype="float8_e4m3fn"`` tokens travel as fp8, with a scale in float32 for each 128
-      elements. `dispatch` quantizes them, or takes fp8 tokens with their scales. The sums of `combine` travel as
-      ``dtype``. ``hidden`` is a multiple of 512 then.
+    - ``layout`` is the layout of received tokens. In ``"experts"`` a token has a row for each of its experts on a rank,
+      sorted by expert for a grouped GEMM. In ``"tokens"`` it has one row on a rank, with the experts and weights of its
+      slots, and with indices of rows by expert. The second layout moves less memory, so large dispatches and combines
+      are faster. With ``max_tokens`` of 256 or less it also has the lowest latency on GPUs.
+    - With ``wire_dtype="float8_e4m3fn"`` tokens travel as fp8, with a scale in float32 for each 128 elements.
+      `dispatch` quantizes them, or takes fp8 tokens with their scales. The sums of `combine` travel as ``dtype``. Then
+      ``hidden`` is a multiple of 512.
     - On a GPU a launch has at most ``blocks`` blocks, each of at most 384 threads. `blocks` says how many it has.
 
     A dispatch and a combine each send a token once to each rank. On a GPU both are stream-ordered. They can be captured
@@ -136,12 +136,12 @@ class Experts(AbstractContextManager["Experts"]):
 
     @property
     def capacity(self) -> int:
-        """The number of rows that a rank has room for."""
+        """The most rows that a rank can receive."""
         return self._config.capacity
 
     @property
     def layout(self) -> str:
-        """How tokens lie where they come: by "experts" or by "tokens"."""
+        """The layout of received tokens: "experts" or "tokens"."""
         return BY_TOKEN if self._config.by_token else BY_EXPERT
 
     @property
@@ -167,7 +167,7 @@ class Experts(AbstractContextManager["Experts"]):
         out: Received | None = None,
         stream: Any = None,
     ) -> Received:
-        """Send each token once to each rank that has one of its experts, and lay the tokens out there.
+        """Send each token once to each rank that has one of its experts, in the layout of this object.
 
         Collective; stream-ordered on a GPU, blocking on the host. ``x`` has shape ``[tokens, hidden]``, ``topk_ids``
         and ``topk_weights`` have shape ``[tokens, top_k]``. The number of tokens may differ between ranks, and may be
@@ -175,18 +175,18 @@ class Experts(AbstractContextManager["Experts"]):
         Weights are float32, and 1 by default.
 
         With ``wire_dtype`` an ``x`` of fp8, or of bytes, comes with ``scales``: float32 of shape
-        ``[tokens, hidden // 128]``. Otherwise each group of 128 elements gets the scale that makes its largest
-        magnitude 448, the largest fp8 value, or that makes 1e-4 so if the group is smaller.
+        ``[tokens, hidden // 128]``. Otherwise each group of 128 elements is scaled so that its largest magnitude, at
+        least 1e-4, becomes 448, the largest fp8 value.
 
         Tokens arrive unchanged, but between GPUs a NaN may change its sign in the layout by token, if ``max_tokens`` is
         256 or less.
 
-        The result has new arrays, unless ``out`` is a result of this object, which is written again. A captured graph
+        The result has new arrays, unless ``out`` is a result of this object, which is overwritten. A captured graph
         writes into the same arrays at each replay.
 
         Raises `InvalidUsageError` for bad arguments. An id that is no expert, and too many rows for ``capacity``, are
         errors on all ranks: on a GPU the next call or ``comm.check()`` raises `InvalidUsageError`, and the communicator
-        is unusable. A rank that does not come is a `CollectiveTimeoutError`, which names it.
+        is unusable. If a rank does not come, the others raise `CollectiveTimeoutError`, which names it.
         """
         what, config = "Experts.dispatch", self._config
         self._require_usable(what)
@@ -349,4 +349,4 @@ class Experts(AbstractContextManager["Experts"]):
             raise InvalidUsageError(f"{name}={received!r} is no result of dispatch")
         same = tuple(received.x.shape) == (config.capacity, config.hidden) and received.on_device == on_device
         if not same or (received.rows is not None) != config.by_token:
-            raise InvalidUsageError(f"{name} is the result of another Experts object, or lies in another place")
+            raise InvalidUsageError(f"{name} is the result of another Experts object, or lies in other memory")
