@@ -158,27 +158,27 @@ def _parents(process: Process | None) -> Iterator[int]:
 def _jobs(user: int) -> list[RunningJob]:
     """Return the jobs of a user that the doctor may read: ranks of one launcher, or that share a communicator."""
     pids: list[int] = []
-    groups: list[tuple[set[int], list[RunningRank]]] = []
+    ranks: list[RunningRank] = []
     for name in os.listdir(_PROC):  # noqa: PTH208
         with suppress(OSError, OtherVersionError):  # above all it ends meanwhile
-            if not name.isdecimal() or (_PROC / name).stat().st_uid != user:
-                continue
-            pids.append(int(name))
-            rank = _rank(int(name))
-            if rank is None:
-                continue
-            marks = {rank.world, *(calls.key << 32 for calls in rank.activity.communicators)}
-            joined = [group for group in groups if group[0] & marks]
-            groups = [group for group in groups if not group[0] & marks]
-            marks = marks.union(*(shared for shared, _ in joined))
-            groups.append((marks, [*(member for _, members in joined for member in members), rank]))
-    uninitialized = _uninitialized([rank for _, members in groups for rank in members], pids)
+            if name.isdecimal() and (_PROC / name).stat().st_uid == user:
+                pids.append(int(name))
+                found = _rank(int(name))
+                ranks += [] if found is None else [found]
+    jobs: list[tuple[set[int], list[RunningRank]]] = []
+    for rank in ranks:
+        marks, members = {rank.world, *(calls.key << 32 for calls in rank.activity.communicators)}, [rank]
+        for job in [job for job in jobs if job[0] & marks]:
+            jobs.remove(job)
+            marks, members = marks | job[0], job[1] + members
+        jobs.append((marks, members))
+    uninitialized = _uninitialized(ranks, pids)
     return [
         RunningJob(
             tuple(sorted(members, key=lambda rank: (rank.world, rank.activity.world_rank))),
             {place: process for place, process in uninitialized.items() if place[0] in marks},
         )
-        for marks, members in groups
+        for marks, members in jobs
     ]
 
 
