@@ -22,23 +22,13 @@ from functools import partial
 from typing import NamedTuple
 
 from mpicomm.activity import layout
-from mpicomm.activity.layout import (
-    CALL,
-    CALL_BITS,
-    CALL_MASK,
-    CALL_TEXTS,
-    COUNTS,
-    LOG_DEPTH,
-    OFFSETS,
-    POSTS,
-    READY,
-    SINCE,
-)
+from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, LOG_DEPTH, OFFSETS, POSTS, READY, SINCE
 from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
 
 _monotonic_ns = time.monotonic_ns
+_CALL_MASK = layout.CALL_MASK
 _MAX_TEXT_AGE = layout.TEXTS // 2
 """An older text is written anew, because later texts could overwrite it while the call is among the logged calls."""
 
@@ -85,7 +75,7 @@ class Log:
         if number is None or page.newest - number > _MAX_TEXT_AGE:
             number = page.write_text(text)
         self.calls = call = self.calls + 1
-        words, slot, tag = self.words, call % LOG_DEPTH, call & CALL_MASK
+        words, slot, tag = self.words, call % LOG_DEPTH, call & _CALL_MASK
         if offset is not None:
             words[OFFSETS + slot] = offset << CALL_BITS | tag
         words[COUNTS + slot] = count << CALL_BITS | tag

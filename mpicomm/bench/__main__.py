@@ -7,18 +7,8 @@ import sys
 from collections.abc import Mapping
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench import experts, matmul
-from mpicomm.bench.compare import (
-    OWN,
-    ROOM_NBYTES,
-    UNQUANTIZED,
-    Library,
-    Mpicomm,
-    PlainMpi,
-    mean_share,
-    measure,
-    open_libraries,
-)
+from mpicomm.bench import compare, experts, matmul
+from mpicomm.bench.compare import OWN, UNQUANTIZED, Library, Mpicomm, PlainMpi
 from mpicomm.bench.libraries import Nccl, Nvshmem, SymmetricNccl, TorchSymmetric
 from mpicomm.bench.measure import Measured, Measuring, machine_of
 from mpicomm.bench.operations import BARRIER, DTYPES, OPERATIONS, OPS, ROOT, Case, Content, blocks_of
@@ -108,15 +98,15 @@ def main() -> int:
     machine = machine_of(comm)
     cases = []
     for block in blocks_of(operation, swept, dtype, comm.size):
-        share = mean_share(block) if options.vary else 1.0
+        share = compare.mean_share(block) if options.vary else 1.0
         cases.append(Case(operation, dtype, options.op, block, False, comm.rank, comm.size, share))
-    longest = max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0)
+    longest = max(16, cases[-1].nbytes) + (compare.ROOM_NBYTES if options.vary else 0)
     how_called = {"symmetric": options.buffers == "symmetric", "algorithm": options.algorithm}
     wire = as_wire(options.wire_dtype)
     libraries: list[Library] = [Mpicomm(comm, machine, **how_called, wire=wire).named(OWN, longest)]
     if wire is not None:
         libraries.append(Mpicomm(comm, machine, **how_called).named(UNQUANTIZED, longest))
-    opened, absent = open_libraries(comm, machine, PEERS, options.compare, longest)
+    opened, absent = compare.open_libraries(comm, machine, PEERS, options.compare, longest)
     libraries += opened.values()
 
     graphs = machine.stream is not None and not (options.eager or options.vary) and options.cudagraph > 0
@@ -136,7 +126,7 @@ def main() -> int:
 
     def measure_all(case: Case) -> ResultRow:
         given, more = (measuring, libraries, content), {"checks": options.check, "vary": options.vary}
-        return row_of(case, {place: measure(*given, case.at(place), **more) for place in places})
+        return row_of(case, {place: compare.measure(*given, case.at(place), **more) for place in places})
 
     return report.make(run, f"bench {operation.name}", [how, arrays], cases, measure_all, libraries, absent)
 

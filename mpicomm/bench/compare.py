@@ -18,16 +18,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.measure import (
-    Call,
-    CheckedCall,
-    LibraryError,
-    Machine,
-    Measured,
-    Measuring,
-    Trial,
-    collective_try,
-)
+from mpicomm.bench.measure import Call, CheckedCall, LibraryError, Machine, Measured, Measuring, Trial, collective_try
 from mpicomm.bench.operations import BARRIER, IN_PLACE, POISON, ROOT, SENDRECV, Case, CaseBuffers, Content, buffers
 from mpicomm.collectives.gpu.decision import ALGORITHMS
 from mpicomm.collectives.operations import Operation as Collective

@@ -284,9 +284,7 @@ class TorchSymmetric(TorchGroup):
         send, receive = self._tensor(case, buffers.send), self._tensor(case, buffers.receive)
         if case.in_place:
             return {"two_shot": lambda: operations.two_shot_all_reduce_(send, "sum", group)}
-        calls: dict[str, Call] = {
-            "one_shot": lambda: operations.one_shot_all_reduce_out(send, "sum", group, receive),
-        }
+        calls: dict[str, Call] = {"one_shot": lambda: operations.one_shot_all_reduce_out(send, "sum", group, receive)}
         if case.size in (2, 4, 8):  # PyTorch compiles two-shot only for these sizes
             calls["two_shot"] = lambda: operations.two_shot_all_reduce_out(send, "sum", group, receive)
         return calls

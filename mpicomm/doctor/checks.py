@@ -241,9 +241,7 @@ def _shared(job: Job) -> Iterator[str]:
 
 
 @Check(
-    "mig",
-    "no ranks are on different MIG instances",
-    "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
+    "mig", "no ranks are on different MIG instances", "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance"
 )
 def _instances(job: Job) -> Iterator[str]:
     for machine in _by_machine(job):

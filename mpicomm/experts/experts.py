@@ -15,19 +15,8 @@ from mpicomm.cluster.process import close_after
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import (
-    BY_EXPERT,
-    BY_TOKEN,
-    DTYPES,
-    FLOAT32,
-    WIRE,
-    ExpertsConfig,
-    Received,
-    checked_config,
-    checked_dtype,
-    host_view,
-    pointer_of,
-)
+from mpicomm.experts import arrays
+from mpicomm.experts.arrays import BY_EXPERT, BY_TOKEN, DTYPES, FLOAT32, WIRE, ExpertsConfig, Received
 from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
 from mpicomm.experts.on_host import CombineArrays, DispatchArrays, HostExperts
 from mpicomm.kernels.team import PACKET_NBYTES
@@ -101,7 +90,7 @@ class Experts(AbstractContextManager["Experts"]):
 
         def describe() -> ExpertsConfig:
             numbers = num_experts, hidden, max_tokens, top_k, dtype, capacity, alignment, blocks
-            return checked_config(comm.size, *numbers, layout, wire_dtype)
+            return arrays.checked_config(comm.size, *numbers, layout, wire_dtype)
 
         configs = session.group.allgather("Experts", describe)
         for each in fields(ExpertsConfig):
@@ -220,8 +209,8 @@ class Experts(AbstractContextManager["Experts"]):
             quantize, x_and_scales = self._launches.quantize(tokens.pointer, received.num_tokens)
             steps.append(quantize)
         routes = ids.pointer, 0 if weights is None else weights.pointer
-        arrays = received.pointers, received.num_tokens
-        steps.append(self._launches.dispatch(x_and_scales, *routes, *arrays, wide_ids=ids.dtype.itemsize == 8))
+        result = received.pointers, received.num_tokens
+        steps.append(self._launches.dispatch(x_and_scales, *routes, *result, wide_ids=ids.dtype.itemsize == 8))
         self._enqueue(steps, x, stream)
         return received
 
@@ -265,7 +254,7 @@ class Experts(AbstractContextManager["Experts"]):
             of_result = received.num_tokens, config.hidden
             if out is not None and dtype is not None:
                 raise InvalidUsageError("out has a dtype: leave dtype out")
-            kind = config.dtype if dtype is None else checked_dtype(dtype, what)
+            kind = config.dtype if dtype is None else arrays.checked_dtype(dtype, what)
             result = new_array(z, of_result, kind, on_device=on_device) if out is None else out
             output = self._read(result, "out", DTYPES, of_result, on_device)
             if values is None:
@@ -281,10 +270,14 @@ class Experts(AbstractContextManager["Experts"]):
         else:
             assert self._launches is not None
             combined = read_arguments()
-            numbers = (0, 0) if combined.values is None else (combined.values.pointer, pointer_of(combined.slot_values))
-            arrays = received.pointers, received.num_tokens
+            numbers = (
+                (0, 0)
+                if combined.values is None
+                else (combined.values.pointer, arrays.pointer_of(combined.slot_values))
+            )
+            result = received.pointers, received.num_tokens
             output = combined.output.pointer, name_of(combined.output.dtype)
-            made = self._launches.combine(combined.rows.pointer, *arrays, *output, numbers, weighted=weighted)
+            made = self._launches.combine(combined.rows.pointer, *result, *output, numbers, weighted=weighted)
             self._enqueue([made], z, stream)
         return combined.result if values is None else (combined.result, combined.slot_values)
 
@@ -341,7 +334,7 @@ class Experts(AbstractContextManager["Experts"]):
             raise InvalidUsageError(
                 f"{name} begins at address {memory.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"
             )
-        return memory if on_device else host_view(array)
+        return memory if on_device else arrays.host_view(array)
 
     def _require_ours(self, received: Received, name: str, *, on_device: bool) -> None:
         config = self._config

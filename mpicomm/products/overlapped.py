@@ -12,19 +12,10 @@ from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, LibraryWork
 from mpicomm.collectives.gpu.algorithms.copies.plan import with_launches
 from mpicomm.collectives.gpu.algorithms.memory import Domain, Request
 from mpicomm.devices.cuda.side_streams import ForkedStream
+from mpicomm.products import schedule
 from mpicomm.products.choose import OverlapChoice, ProductProblem
 from mpicomm.products.operands import Operands
-from mpicomm.products.schedule import (
-    Action,
-    AddBias,
-    JoinProducts,
-    Multiply,
-    PeerOrder,
-    RowCut,
-    allgather_schedule,
-    allreduce_schedule,
-    reduce_scatter_schedule,
-)
+from mpicomm.products.schedule import Action, AddBias, JoinProducts, Multiply, PeerOrder, RowCut
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -104,16 +95,16 @@ class OverlappedProducts:
             actions: Iterable[Action]
             if problem.kind == "allgather_matmul":
                 own["gathered"] = library.memory(shared[domain.rank], (out_height, inner), operands.a)
-                actions = allgather_schedule(order, cut, problem.row_nbytes, a, shared, gathered)
+                actions = schedule.allgather(order, cut, problem.row_nbytes, a, shared, gathered)
             elif problem.kind == "matmul_reduce_scatter":
                 own["partial"] = library.memory(scratch, (height, columns), operands.out)
                 if cut.pairs:
                     pulled = shared[domain.rank] + (domain.size - 1) * problem.shard_rows * problem.row_nbytes
                     own["pulled"] = library.memory(pulled, (2 * out_height, columns), operands.out)
-                actions = reduce_scatter_schedule(order, cut, problem.row_nbytes, scratch, shared, out, bias=bias)
+                actions = schedule.reduce_scatter(order, cut, problem.row_nbytes, scratch, shared, out, bias=bias)
             else:
                 inboxes = [pointer + _results_nbytes(problem) for pointer in shared]
-                actions = allreduce_schedule(order, cut, problem.row_nbytes, inboxes, shared, out, bias=bias)
+                actions = schedule.allreduce(order, cut, problem.row_nbytes, inboxes, shared, out, bias=bias)
             return self._steps(actions, operands, domain)
 
         request = Request("products", 1 << (_shared_nbytes(problem, cut) - 1).bit_length())

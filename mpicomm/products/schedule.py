@@ -97,7 +97,7 @@ class PeerOrder:
         return max(turn for turn in range(self.size) if self.source(turn) in sources)
 
 
-def allgather_schedule(
+def allgather(
     order: PeerOrder, cut: RowCut, row_nbytes: int, a: int, gathered: Sequence[int], gathered_out: int = 0
 ) -> Iterator[Action]:
     """Yield the actions of an all-gather with its product.
@@ -177,7 +177,7 @@ def is_possible(cut: RowCut, size: int, rows: int) -> bool:
     return True
 
 
-def reduce_scatter_schedule(
+def reduce_scatter(
     order: PeerOrder, cut: RowCut, row_nbytes: int, partial: int, inboxes: Sequence[int], out: int, *, bias: bool
 ) -> Iterator[Action]:
     """Yield the actions of a product with its reduce-scatter.
@@ -207,7 +207,7 @@ def reduce_scatter_schedule(
         yield from (JoinProducts(), Fork())
         for peer in map(order.to, range(distance, distance + width)):
             yield Copy(inboxes[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
-    # The joins pair with the barrier, as in `allgather_schedule`. After the barrier all contributions have come, and
+    # The joins pair with the barrier, as in `allgather`. After the barrier all contributions have come, and
     # both products of a pair are over.
     if cut.pairs:
         yield Multiply("a", (rank & -width) * rows, "pulled", 0, width * rows)
@@ -250,7 +250,7 @@ def bounds(rows: int, parts: int, size: int) -> list[list[tuple[int, int]]]:
     ]
 
 
-def allreduce_schedule(
+def allreduce(
     order: PeerOrder,
     cut: RowCut,
     row_nbytes: int,
@@ -284,7 +284,7 @@ def allreduce_schedule(
             if begin < end:
                 yield Multiply("a", begin, "out", begin, end - begin)
             if part == 0 and distance == 1:
-                # As in `reduce_scatter_schedule`. An earlier call of another kind may still use the memory.
+                # As in `reduce_scatter`. An earlier call of another kind may still use the memory.
                 yield Barrier()
             yield from (JoinProducts(), Fork())
             if begin < end:

@@ -123,10 +123,7 @@ def test_memory_is_described_and_given_back(comm: mpicomm.Communicator) -> None:
 
 def test_numbers_of_experts(comm: mpicomm.Communicator) -> None:
     with Experts(comm, comm.size + 1, 4, 1, 1, np.float32, capacity=17) as experts:
-        assert comm.allgather(list(experts.local_experts)) == [
-            [0, 1],
-            *([rank + 1] for rank in range(1, comm.size)),
-        ]
+        assert comm.allgather(list(experts.local_experts)) == [[0, 1], *([rank + 1] for rank in range(1, comm.size))]
         assert experts.capacity == 17
 
 

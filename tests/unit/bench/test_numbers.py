@@ -201,10 +201,7 @@ def test_geometric_means_and_lines_below_the_table() -> None:
     found = results()
     assert {
         name: {place: round(mean, 3) for place, mean in of.items()} for name, of in found.geometric_means().items()
-    } == {
-        "nccl": {"out-of-place": 1.711, "in-place": 0.742},
-        "mpi": {"out-of-place": 10.0},
-    }
+    } == {"nccl": {"out-of-place": 1.711, "in-place": 0.742}, "mpi": {"out-of-place": 10.0}}
     assert found.wrong() == {"mpicomm": 5, "nccl": 2}
     lines = found.footer()
     assert "nccl / mpicomm, geometric mean: out-of-place 1.711 (2 rows), in-place 0.742 (2 rows)" in lines

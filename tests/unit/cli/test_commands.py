@@ -92,10 +92,7 @@ ALONE: dict[tuple[str, ...], tuple[int, str]] = {
     ("", "--version"): (0, f"mpicomm {mpicomm.__version__}"),
     ("", "-m"): (2, "-m needs an argument"),
     ("", "--what"): (2, "unknown option --what"),
-    ("", "doctor"): (
-        2,
-        "mpicomm: there is no file 'doctor': name the file of a program, or start the tool by python",
-    ),
+    ("", "doctor"): (2, "mpicomm: there is no file 'doctor': name the file of a program, or start the tool by python"),
     ("", "-m", "no_such.module"): (
         2,
         "mpicomm: there is no module 'no_such.module' on the path of this Python: correct",

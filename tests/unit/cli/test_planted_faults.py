@@ -118,8 +118,7 @@ FAULTS = {
     ),
     "memory as it was": Fault(
         instead(
-            "SymmetricArray.peer",
-            "return FIRST.setdefault((id(self), *given), (self, call(self, *given).copy()))[1]",
+            "SymmetricArray.peer", "return FIRST.setdefault((id(self), *given), (self, call(self, *given).copy()))[1]"
         ),
         RING,
         (SOME, SOME),
@@ -313,10 +312,7 @@ ENDS = {
         "rank 1 on {host}",
     ),
     # All ranks raise it at once.
-    "ZeroDivisionError": (
-        "command_line.Communicator = lambda *args, **options: 1 / 0",
-        "rank [01] on {host}",
-    ),
+    "ZeroDivisionError": ("command_line.Communicator = lambda *args, **options: 1 / 0", "rank [01] on {host}"),
 }
 
 

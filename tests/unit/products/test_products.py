@@ -23,20 +23,9 @@ from hypothesis import strategies as st
 from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.devices.host import array_at
+from mpicomm.products import schedule
 from mpicomm.products.choose import OverlapChoice, ProductProblem, choose, describe
-from mpicomm.products.schedule import (
-    Action,
-    AddBias,
-    JoinProducts,
-    Multiply,
-    PeerOrder,
-    RowCut,
-    allgather_schedule,
-    allreduce_schedule,
-    is_possible,
-    pieces_of,
-    reduce_scatter_schedule,
-)
+from mpicomm.products.schedule import Action, AddBias, JoinProducts, Multiply, PeerOrder, RowCut, is_possible, pieces_of
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.programs.deaths import DEATHS, require_named
@@ -220,13 +209,13 @@ class Job:
                 a, out = address(self.a[call][rank]), address(self.out[call][rank])
                 if kind == "gather":
                     kept = address(self.kept[call][rank])
-                    steps = [*allgather_schedule(order, cut, 8 * DEPTH, a, shared, kept)]
+                    steps = [*schedule.allgather(order, cut, 8 * DEPTH, a, shared, kept)]
                 elif kind == "scatter":
                     steps = [
-                        *reduce_scatter_schedule(order, cut, 8 * WIDTH, address(partials[rank]), shared, out, bias=True)
+                        *schedule.reduce_scatter(order, cut, 8 * WIDTH, address(partials[rank]), shared, out, bias=True)
                     ]
                 else:
-                    steps = [*allreduce_schedule(order, cut, 8 * WIDTH, landed, shared, out, bias=True)]
+                    steps = [*schedule.allreduce(order, cut, 8 * WIDTH, landed, shared, out, bias=True)]
                 matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partials[rank]}
                 shard = rows * WIDTH
                 matrices["pulled"] = memory[rank][(size - 1) * shard : (size + 1) * shard].reshape(2 * rows, WIDTH)
