@@ -236,7 +236,8 @@ struct Normals {
 #if defined(MPICOMM_QUANTIZED)
 // Quantizes and stores the first `count` values of a packet at element `at` of row `row`. All threads of
 // the warp call it together if groups have scales.
-MPICOMM_DEVICE void store_quantized(const Norm& norm, u64 row, u64 at, const Normals& normals, u64 count, float inverse) {
+MPICOMM_DEVICE void store_quantized(
+    const Norm& norm, u64 row, u64 at, const Normals& normals, u64 count, float inverse) {
 #if defined(MPICOMM_SCALES)
   if constexpr (kScaledGroups) {
     static_assert(kGroup % kElements == 0 && kGroup / kElements <= kLanes, "the lanes of a warp have whole groups");
@@ -251,7 +252,8 @@ MPICOMM_DEVICE void store_quantized(const Norm& norm, u64 row, u64 at, const Nor
   Run<u8, kElements / kQuantizedOfByte> out{};
 #pragma unroll
   for (u32 e = 0; e < kElements; ++e) {
-    out.of[e / kQuantizedOfByte] |= static_cast<u8>(quantized_bits(normals.of[e] * inverse) << e % kQuantizedOfByte * 4);
+    const u32 bits = quantized_bits(normals.of[e] * inverse);
+    out.of[e / kQuantizedOfByte] |= static_cast<u8>(bits << e % kQuantizedOfByte * 4);
   }
   store_elements(norm.output + (row * norm.hidden + at) / kQuantizedOfByte, out, count / kQuantizedOfByte);
 }

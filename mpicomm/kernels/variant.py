@@ -40,7 +40,7 @@ class Launch:
     blocks: int
     threads: int
     early: bool = False
-    """Whether its blocks may be set up while the previous kernel still runs."""
+    """Whether its blocks may be set up while the previous kernel still runs: programmatic dependent launch."""
 
 
 def u32(*names: str) -> list[tuple[str, type[ctypes.c_uint32]]]:

@@ -28,7 +28,7 @@ constexpr u32 kBlockNbytes = kBlockElements * sizeof(Element);
 constexpr u32 kNotFinite = 255;  // the scale of a block with a NaN or an infinity
 
 // Returns a * b + c. The product is exact, so one rounding and two give the same bits.
-MPICOMM_DEVICE float fused(float a, float b, float c) {
+MPICOMM_DEVICE float multiply_add(float a, float b, float c) {
 #if defined(__CUDACC__)
   return __fmaf_rn(a, b, c);
 #else
@@ -38,7 +38,7 @@ MPICOMM_DEVICE float fused(float a, float b, float c) {
 
 // Returns four of the bytes of `low` (0 to 3) and `high` (4 to 7): each digit of `which` names a
 // byte, the lowest digit the lowest byte.
-MPICOMM_DEVICE u32 bytes(u32 low, u32 high, u32 which) {
+MPICOMM_DEVICE u32 byte_permute(u32 low, u32 high, u32 which) {
 #if defined(__CUDACC__)
   return __byte_perm(low, high, which);
 #else
@@ -102,14 +102,15 @@ struct Quantizer<dtype::int8> {
     // The addition rounds to nearest even, and leaves the integer in the low bits.
     u32 of[4];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) of[i] = bits_of(fused(values[i], inverse, kUnits));
-    return bytes(bytes(of[0], of[1], 0x0040), bytes(of[2], of[3], 0x0040), 0x5410) ^ 0x7F7F7F7Fu;
+    for (u32 i = 0; i < 4; ++i) of[i] = bits_of(multiply_add(values[i], inverse, kUnits));
+    return byte_permute(byte_permute(of[0], of[1], 0x0040), byte_permute(of[2], of[3], 0x0040), 0x5410) ^ 0x7F7F7F7Fu;
   }
 
   MPICOMM_DEVICE static void dequantize(u32 word, float (&to)[4]) {
-    const u32 raised = ~word;  // each integer plus 128
+    constexpr float kRaised = 8388736.0f;  // 2^23 + 128
+    const u32 raised = ~word;              // each integer plus 128
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) to[i] = float_of(bytes(raised, 0x4B000000u, 0x7550 + i)) - 8388736.0f;  // 2^23 + 128
+    for (u32 i = 0; i < 4; ++i) to[i] = float_of(byte_permute(raised, 0x4B000000u, 0x7550 + i)) - kRaised;
   }
 };
 
@@ -169,7 +170,7 @@ MPICOMM_DEVICE u32 larger_halves(u32 one, u32 other) {
 // Makes the scales of this thread's parts the scales of their blocks. All threads of the warp call it
 // together. One exchange of words serves two parts.
 template <u32 parts>
-MPICOMM_DEVICE void agree(u32 (&scales)[parts]) {
+MPICOMM_DEVICE void reduce_scales(u32 (&scales)[parts]) {
   static_assert(parts <= 2);
   u32 both = scales[0] | (parts > 1 ? scales[parts - 1] << 16 : 0);
 #pragma unroll
@@ -214,7 +215,7 @@ MPICOMM_DEVICE void add(Values& sum, const Packet& quantized, u32 scale) {
     float four[4];
     WireType::dequantize(quantized.words[word], four);
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) sum.of[word * 4 + i] = fused(four[i], factor, sum.of[word * 4 + i]);
+    for (u32 i = 0; i < 4; ++i) sum.of[word * 4 + i] = multiply_add(four[i], factor, sum.of[word * 4 + i]);
   }
 }
 
@@ -266,7 +267,7 @@ constexpr bool kIsBfloat16<dtype::bfloat16> = true;
 
 // Returns two elements of 16 bits as a word.
 template <class T>
-MPICOMM_DEVICE u32 both_of(float low, float high) {
+MPICOMM_DEVICE u32 pack_two(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   if constexpr (kIsBfloat16<T>) {
     u32 both;
@@ -284,7 +285,7 @@ MPICOMM_DEVICE Packet packet_of(const float* values) {
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) {
     if constexpr (sizeof(T) == 4) packet.words[word] = bits_of(values[word]);
-    else packet.words[word] = both_of<T>(values[word * 2], values[word * 2 + 1]);
+    else packet.words[word] = pack_two<T>(values[word * 2], values[word * 2 + 1]);
   }
   return packet;
 }

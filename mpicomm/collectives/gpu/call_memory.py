@@ -131,7 +131,7 @@ class DeviceArena:
 
     def abort(self) -> None:
         """Let the kernels of all ranks give up, as if a kernel had found a rank in another call. Local, blocking."""
-        # Pairs with the loads of the abort word in is_healthy and Patience: without it kernels would wait until their
+        # Pairs with the loads of the abort word in is_healthy and WaitTimer: without it kernels would wait until their
         # time is up. One byte is enough, because kernels only check whether the word is zero. A report that this byte
         # overwrites loses only its operation.
         for pointer in self.pointers:

@@ -182,7 +182,7 @@ class Domain:
     most_staged_nbytes: int = 0
     """The most memory of each rank in which copy engines may stage data."""
     early: bool = True
-    """Whether blocks of a kernel may be set up before the previous kernel has ended."""
+    """Whether kernels take programmatic dependent launch: blocks may be set up before the previous kernel has ended."""
     host_slots: bool = False
     """Whether the ranks' arenas lie in host memory."""
 

@@ -50,16 +50,16 @@ struct Reduced {
 // The scales of a thread's blocks as they travel. The scales of the blocks of a warp are
 // neighbours, so that its threads store them at once.
 template <u32 parts>
-struct Travelling;
+struct ScaleWordOf;
 template <>
-struct Travelling<1> {
+struct ScaleWordOf<1> {
   using Word = u8;
 };
 template <>
-struct Travelling<2> {
+struct ScaleWordOf<2> {
   using Word = u16;
 };
-using ScaleWord = Travelling<kParts>::Word;
+using ScaleWord = ScaleWordOf<kParts>::Word;
 MPICOMM_DEVICE u32 word_of(const u32 (&scales)[kParts]) {
   return kParts == 1 ? scales[0] : scales[0] | scales[kParts - 1] << 8;
 }
@@ -92,7 +92,7 @@ constexpr bool kSameToAll = false;
 #endif
 
 // The elements of a unit.
-struct Whole {
+struct UnitElements {
   Part parts[kParts];
 };
 
@@ -102,7 +102,7 @@ MPICOMM_DEVICE Unit unit_from(const Given& given) {
   Unit unit;
 #pragma unroll
   for (u32 part = 0; part < kParts; ++part) unit.scales[part] = scale_for(given.parts[part]);
-  agree(unit.scales);
+  reduce_scales(unit.scales);
 #pragma unroll
   for (u32 part = 0; part < kParts; ++part) unit.quantized[part] = quantize(given.parts[part], unit.scales[part]);
   return unit;
@@ -113,18 +113,18 @@ MPICOMM_DEVICE Unit unit_from(const Given& given) {
 constexpr bool kHoldsElements = kSameToAll || (MPICOMM_RANKS - 1) * sizeof(Element) <= 6;
 template <bool holds_elements>
 struct Loading {
-  using Loaded = Whole;
-  MPICOMM_DEVICE static Whole of(const Whole& whole) { return whole; }
+  using Loaded = UnitElements;
+  MPICOMM_DEVICE static UnitElements of(const UnitElements& elements) { return elements; }
 };
 template <>
 struct Loading<false> {
   using Loaded = Unit;
-  MPICOMM_DEVICE static Unit of(const Whole& whole) { return unit_from(whole); }
+  MPICOMM_DEVICE static Unit of(const UnitElements& elements) { return unit_from(elements); }
 };
 using Loaded = Loading<kHoldsElements>::Loaded;
 
 // All threads of the warp call it together.
-MPICOMM_DEVICE Unit unit_of(const Whole& whole) { return unit_from(whole); }
+MPICOMM_DEVICE Unit unit_of(const UnitElements& elements) { return unit_from(elements); }
 MPICOMM_DEVICE const Unit& unit_of(const Unit& unit) { return unit; }
 
 // Whether all elements of the warp's unit at offset `at` lie in an aligned array of `nbytes`. Nearly
@@ -156,21 +156,23 @@ MPICOMM_DEVICE_CALL void store_some(u8* array, u64 at, u64 nbytes, Part part) {
 // the warp call it together.
 MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) {
   const u64 first = at + place_of_thread();
-  Whole whole{};
+  UnitElements elements{};
   if (is_whole(array, at, nbytes)) {
     const u8* const from = array + first;
 #pragma unroll
     for (u32 part = 0; part < kParts; ++part) {
 #pragma unroll
       for (u32 line = 0; line < sizeof(Element); ++line) {
-        whole.parts[part].packets[line] = load_aligned(from + place_of_line(part, line));
+        elements.parts[part].packets[line] = load_aligned(from + place_of_line(part, line));
       }
     }
   } else {
 #pragma unroll
-    for (u32 part = 0; part < kParts; ++part) whole.parts[part] = load_some(array, first + place_of_line(part, 0), nbytes);
+    for (u32 part = 0; part < kParts; ++part) {
+      elements.parts[part] = load_some(array, first + place_of_line(part, 0), nbytes);
+    }
   }
-  return Loading<kHoldsElements>::of(whole);
+  return Loading<kHoldsElements>::of(elements);
 }
 
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Reduced& values) {
@@ -189,7 +191,9 @@ MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Reduced& value
     }
   } else {
 #pragma unroll
-    for (u32 part = 0; part < kParts; ++part) store_some(array, first + place_of_line(part, 0), nbytes, made[part]);
+    for (u32 part = 0; part < kParts; ++part) {
+      store_some(array, first + place_of_line(part, 0), nbytes, made[part]);
+    }
   }
 }
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Unit& unit) {
@@ -239,7 +243,9 @@ using Reduced = Packet;
 constexpr bool kKeepsReduced = false;  // an epilogue may change it
 
 MPICOMM_DEVICE const Unit& unit_of(const Loaded& packet) { return packet; }
-MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) { return load_unit(array, width_of(array), at, nbytes); }
+MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) {
+  return load_unit(array, width_of(array), at, nbytes);
+}
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Unit& unit) {
   store_unit(array, width_of(array), at, nbytes, unit);
 }
