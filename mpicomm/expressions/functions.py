@@ -19,14 +19,13 @@ Sort = Literal["number", "truth"]
 
 KINDS: tuple[NumberKind, ...] = ("bool", "integer", "float", "complex")
 """All kinds of elements. Numbers of a kind become numbers of a later kind if an expression needs them."""
-_LETTERS: dict[str, NumberKind] = {"uint": "integer", "int": "integer", "bfloat": "float"}
+_KIND_OF: dict[str, NumberKind] = {"bool": "bool", "int": "integer", "uint": "integer", "complex": "complex"}
+_KIND_OF |= {"float": "float", "bfloat": "float"}
 
 
 def kind_of(dtype: str) -> NumberKind | None:
     """Return the kind of a dtype by its name, such as "float8_e5m2", or None for a dtype without numbers."""
-    letters = dtype[: next((place for place, letter in enumerate(dtype) if not letter.islower()), len(dtype))]
-    found = _LETTERS.get(letters, letters)
-    return next((kind for kind in KINDS if kind == found), None)
+    return _KIND_OF.get(dtype.partition("_")[0].rstrip("0123456789"))
 
 
 _INTEGER: tuple[NumberKind, ...] = ("integer",)
