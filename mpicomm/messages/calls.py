@@ -17,7 +17,7 @@ from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, capture_error
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.outgoing import Outgoing, wait_for_copies
-from mpicomm.messages.reader import LISTS, EndpointReader, element_nbytes, host_endpoint, parse_any
+from mpicomm.messages.reader import LISTS, element_nbytes, host_endpoint, parse_any, read
 from mpicomm.messages.receive_buffer import ReceiveBuffer, StagingPool, receive_buffer
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
@@ -54,8 +54,7 @@ class Messages:
         self._comm = comm
         secret = placement.secret if self.by_rendezvous else None
         self.rendezvous = Rendezvous(gpu, here.timeout_s, secret, here.outbox_limit_nbytes)
-        self._reader = EndpointReader(self.rendezvous)
-        self.read = self._reader.read
+        self.read = partial(read, self.rendezvous)
         self.unexpected = UnexpectedQueue(self, comm, secret)
         self._node_ranks = frozenset(placement.node_ranks)
         pool = StagingPool()
@@ -64,7 +63,7 @@ class Messages:
         # device has sent the data. The sender may wait for a collective which this rank begins only after an earlier
         # one is complete.
         self._progress_thread = ProgressThread()
-        self._outgoing = Outgoing(comm, self._node_ranks, here.handle, self._reader, self._progress_thread)
+        self._outgoing = Outgoing(comm, self._node_ranks, here.handle, self.rendezvous, self._progress_thread)
         self.send, self.start_send = self._outgoing.send, self._outgoing.start_send
         self.start_send_device_array = self._outgoing.start_send_device_array
 

@@ -19,7 +19,8 @@ from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, capture_error
 from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.reader import EndpointReader
+from mpicomm.messages.reader import read_plain
+from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.host_calls import log_host_staging
 from mpicomm.mpi.requests import DeferredRequest, ProgressThread
@@ -58,14 +59,13 @@ class Outgoing:
         comm: MPI.Intracomm,
         node_ranks: Collection[int],
         handle: str,
-        reader: EndpointReader,
+        rendezvous: Rendezvous,
         progress: ProgressThread,
     ) -> None:
         self._comm = comm
         self._node_ranks = node_ranks
         self._handle = handle
-        self._reader = reader
-        self._rendezvous = reader.rendezvous
+        self._rendezvous = rendezvous
         self._progress_thread = progress
         # Sends whose header has left need no frequent polls. Each poll keeps the interpreter's lock from a thread that
         # waits for a receive.
@@ -117,7 +117,7 @@ class Outgoing:
         rendezvous = self._rendezvous
         if not rendezvous.has_begun or not rendezvous.expects_headers or dest not in self._node_ranks:
             return None
-        sent = self._reader.read_plain("Isend", buf, stream)
+        sent = read_plain(rendezvous, "Isend", buf, stream)
         if sent is None or sent.stream is None or sent.nbytes > rendezvous_header.KERNEL_NBYTES:
             return None
         resolved, nbytes = sent.stream, sent.nbytes

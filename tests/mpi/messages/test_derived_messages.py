@@ -45,30 +45,32 @@ def test_elements_beyond_the_array_are_refused(rig: Rig, method: str) -> None:
     rig.comm.Barrier()
 
 
+@pytest.mark.parametrize("handle", ["ipc", "fd"])
 @pytest.mark.parametrize("sender", ["addresses", "host"])
 @pytest.mark.parametrize("length", [1, 3])
-def test_absolute_addresses(rig: Rig, sender: str, length: int) -> None:
-    sent, received = (
-        [DeviceArray(rig.device, np.full(50, value, np.int32)) for value in (rig.rank, 5, -1)] for _ in range(2)
-    )
-    of_sent, of_received = (
-        MPI.Datatype.Create_struct(
-            [30, 20], [first.memory.ctypes.data, last.memory.ctypes.data + 40], [MPI.INT32_T] * 2
+def test_absolute_addresses(parent: mpicomm.Communicator, handle: str, sender: str, length: int) -> None:
+    with rig_on(parent, handle) as rig:
+        sent, received = (
+            [DeviceArray(rig.device, np.full(50, value, np.int32)) for value in (rig.rank, 5, -1)] for _ in range(2)
         )
-        for first, _, last in (sent, received)
-    )
-    with committed(of_sent, of_received) as (source, target):
-        given: Any = [MPI.BOTTOM, 1, source]
-        if sender == "host" or length == 1:
-            given = np.full(50 if length == 3 else 7, rig.rank, np.int32)
-        request = rig.comm.Isend(given, rig.right)
-        rig.comm.Recv([MPI.BOTTOM, 1, target], rig.left)
-        request.Wait()
-    first, untouched, last = (each.get() for each in received)
-    assert (first[: 30 if length == 3 else 7] == rig.left).all()
-    assert (first[30 if length == 3 else 7 :] == rig.rank).all() and (untouched == 5).all()
-    expected = -1 if sender == "addresses" or length == 1 else rig.left
-    assert (last[10:30] == expected).all() and (last[:10] == -1).all() and (last[30:] == -1).all()
+        of_sent, of_received = (
+            MPI.Datatype.Create_struct(
+                [30, 20], [first.memory.ctypes.data, last.memory.ctypes.data + 40], [MPI.INT32_T] * 2
+            )
+            for first, _, last in (sent, received)
+        )
+        with committed(of_sent, of_received) as (source, target):
+            given: Any = [MPI.BOTTOM, 1, source]
+            if sender == "host" or length == 1:
+                given = np.full(50 if length == 3 else 7, rig.rank, np.int32)
+            request = rig.comm.Isend(given, rig.right)
+            rig.comm.Recv([MPI.BOTTOM, 1, target], rig.left)
+            request.Wait()
+        first, untouched, last = (each.get() for each in received)
+        assert (first[: 30 if length == 3 else 7] == rig.left).all()
+        assert (first[30 if length == 3 else 7 :] == rig.rank).all() and (untouched == 5).all()
+        expected = -1 if sender == "addresses" or length == 1 else rig.left
+        assert (last[10:30] == expected).all() and (last[:10] == -1).all() and (last[30:] == -1).all()
 
 
 @pytest.mark.parametrize("handle", ["ipc", "fd"])
