@@ -187,7 +187,7 @@ class Communicator(
     _products = Lazy(lambda comm: Products(comm._collectives, comm._session))
 
     @Lazy
-    def _plain(self) -> dict[str, FastPathCheck]:
+    def _fast_path(self) -> dict[str, FastPathCheck]:
         # Many duplicates carry a few small calls of the host, which need no dispatcher.
         placement = self._session.placement
         return self._collectives.fast_path if needs_votes(placement) else checks_of(placement)

@@ -33,7 +33,7 @@ class Internals:
         return None if self._session.tracer is not None else self._engines.gpu
 
     def disable_votes(self) -> None:
-        """Skip the votes, because all ranks pass the same kind of memory in each call, as PyTorch requires.
+        """Make no votes, because all ranks pass the same kind of memory in each call, as PyTorch requires.
 
         A client that enqueues plans of the cache calls this before its first collective, because it makes no votes.
         """

@@ -100,7 +100,7 @@ def _body(row: Operation, mode: int) -> list[str]:
             call = f"holding({call}, ({given}))"  # MPI uses the buffers until the request is complete
         name = row.methods[mode]
         lines += [
-            f"    if stream is None and algorithm == 'auto'{has_recvcounts} and self._plain[{name!r}]({checked}):",
+            f"    if stream is None and algorithm == 'auto'{has_recvcounts} and self._fast_path[{name!r}]({checked}):",
             "        words = self._row",  # as `begin_mpi_call`, without the time of a call
             f"        words[{CALLS_BY_MPI}] += 1",
             f"        words[{CALL}] = {row.number}",

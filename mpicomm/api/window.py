@@ -213,8 +213,10 @@ class Win(_Calls):
         parts = [part for _, part in offers]
         if session is None or not (found["device"] or place == "device"):
             return _with_parts(_create(cls, memory, disp_unit, info, comm), comm, parts)
-        array = memory if offers[comm.rank][0] == "device" else None
-        return _create_on_device(comm, info, what, parts, MPI.WIN_FLAVOR_CREATE, provide, array)
+        require_one_node(session, what)
+        shared = share_window(session, what, parts, provide, allocated=False)
+        array = memory if offers[comm.rank][0] == "device" else shared.view(comm.rank)
+        return _open_on_device(comm, info, shared, array, MPI.WIN_FLAVOR_CREATE)
 
     @classmethod
     def Allocate(
@@ -241,7 +243,9 @@ class Win(_Calls):
         if session is None:
             by_mpi: Any = super().Allocate_shared if shared or place == "device" else super().Allocate
             return _with_parts(by_mpi(*parts[comm.rank], info, comm), comm, parts)
-        return _create_on_device(comm, info, what, parts, flavor)
+        require_one_node(session, what)
+        memory = share_window(session, what, parts, None, allocated=True)
+        return _open_on_device(comm, info, memory, memory.view(comm.rank), flavor)
 
     @classmethod
     def Create_dynamic(cls, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto") -> Win:
@@ -296,17 +300,8 @@ def _read_all(
     return comm, session, found
 
 
-def _create_on_device(
-    comm: Any, info: Info, what: str, parts: list[Part], flavor: int, provide: Provider | None = None, array: Any = None
-) -> Win:
-    """Make a window of device memory. Collective. ``array`` is memory of the caller, which ``provide`` returns."""
-    session: Session = comm._session
-    require_one_node(session, what)
-    memory = share_window(session, what, parts, provide, allocated=flavor != MPI.WIN_FLAVOR_CREATE)
-    return _open_on_device(comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
-
-
 def _open_on_device(comm: Any, info: Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
+    """Make a window of shared ``memory``. Collective. ``array`` is this rank's part."""
     session: Session = comm._session
     windows: list[DeviceWin] = []
 

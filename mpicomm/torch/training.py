@@ -56,7 +56,12 @@ class AllreduceState:
         if self.wire_dtype in (None, gradients.dtype) or self._wire is not None:
             args = gradients, _AVG, "bucket", self._wire
             return group.future("average", all_reduce, args, gradients, overlap=overlap)
-        converted = self._copy_of(bucket.index(), gradients)
+        index, count = bucket.index(), gradients.numel()
+        converted = self._converted.get(index)
+        if converted is None or converted.numel() != count:  # the first backward pass has other buckets
+            # On GPUs this is collective.
+            converted = group.allocate_tensor(count, dtype=self.wire_dtype, device=gradients.device)
+            self._converted[index] = converted
 
         def average_wire() -> None:
             converted.copy_(gradients)
@@ -64,15 +69,6 @@ class AllreduceState:
             gradients.copy_(converted)
 
         return group.future("average", TensorCall(average_wire), (), gradients, [converted], overlap=overlap)
-
-    def _copy_of(self, index: int, gradients: Tensor) -> Tensor:
-        """Return the memory in which the gradients of a bucket travel. On GPUs it is collective for a new size."""
-        converted = self._converted.get(index)
-        if converted is None or converted.numel() != gradients.numel():  # the first backward pass has other buckets
-            converted = self._converted[index] = self.group.allocate_tensor(
-                gradients.numel(), dtype=self.wire_dtype, device=gradients.device
-            )
-        return converted
 
 
 def allreduce_hook(
