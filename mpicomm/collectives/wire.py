@@ -94,6 +94,7 @@ def as_wire(given: Any) -> Wire | None:
 
 
 BLOCK = 128
+_AT_ONCE = 512  # the blocks that NumPy computes at once, so that they stay in the cache
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _LARGEST = {"float8_e4m3fn": np.float32(448), "int8": np.float32(127)}
 _FLIPPED = np.uint8(0x7F)  # no int8 becomes 0xFF: see wire_quantization.cuh
@@ -114,29 +115,38 @@ def quantized_nbytes(count: int) -> int:
 def quantize(values: Array, dtype: str, out: npt.NDArray[np.uint8]) -> None:
     """Write ``values`` quantized into ``out``, of `quantized_nbytes` bytes: all blocks, then their scales."""
     blocks = blocks_of(values.size)
-    part = np.zeros((blocks, BLOCK), np.float32)
+    quantized, scales = out[: blocks * BLOCK].reshape(blocks, BLOCK), out[blocks * BLOCK :]
     with np.errstate(all="ignore"):
-        part.reshape(-1)[: values.size] = values
-        scales = powers_for((part.view(np.uint32) & _MAGNITUDE).max(axis=1), _LARGEST[dtype])
-        part *= ((np.uint32(254) - np.minimum(scales, 253)) << np.uint32(23)).view(np.float32)[:, None]
-        part[scales == NOT_FINITE] = 0
-        if dtype == "float8_e4m3fn":
-            quantized = _as_float8(part)
-        else:
-            quantized = np.rint(part).astype(np.int8).view(np.uint8) ^ _FLIPPED
-    out[: blocks * BLOCK] = quantized.reshape(-1)
-    out[blocks * BLOCK :] = scales
+        for start in range(0, blocks, _AT_ONCE):
+            rows = slice(start, min(start + _AT_ONCE, blocks))
+            part = np.zeros((rows.stop - start, BLOCK), np.float32)
+            given = values[start * BLOCK : rows.stop * BLOCK]
+            part.reshape(-1)[: given.size] = given
+            scale = powers_for((part.view(np.uint32) & _MAGNITUDE).max(axis=1), _LARGEST[dtype])
+            scales[rows] = scale
+            part *= ((np.uint32(254) - np.minimum(scale, 253)) << np.uint32(23)).view(np.float32)[:, None]
+            part[scale == NOT_FINITE] = 0
+            if dtype == "float8_e4m3fn":
+                quantized[rows] = _as_float8(part)
+            else:
+                quantized[rows] = np.rint(part).astype(np.int8).view(np.uint8) ^ _FLIPPED
 
 
 def dequantize(
     quantized: npt.NDArray[np.uint8], dtype: str, out: npt.NDArray[np.float32], *, adds: bool = False
 ) -> None:
     """Write the values of ``quantized``, a result of `quantize`, into ``out``, or add them to it."""
-    end = blocks_of(out.size) * BLOCK
+    blocks = blocks_of(out.size)
+    table, scales = _TABLES[dtype], quantized[blocks * BLOCK :]
     with np.errstate(all="ignore"):
-        values = _TABLES[dtype][quantized[:end]].reshape(-1, BLOCK) * _SCALES[quantized[end:], None]
-        values = values.reshape(-1)[: out.size]
-        out[:] = out + values if adds else values
+        for start in range(0, blocks, _AT_ONCE):
+            stop = min(start + _AT_ONCE, blocks)
+            values = (
+                table[quantized[start * BLOCK : stop * BLOCK]].reshape(-1, BLOCK) * _SCALES[scales[start:stop], None]
+            )
+            part = out[start * BLOCK : stop * BLOCK]
+            values = values.reshape(-1)[: part.size]
+            part[:] = part + values if adds else values
 
 
 def _as_float8(part: npt.NDArray[np.float32]) -> Array:
