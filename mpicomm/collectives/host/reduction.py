@@ -42,8 +42,6 @@ _UFUNCS: dict[str, np.ufunc] = {
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
 }
-OPERATIONS = tuple(_UFUNCS)
-"""The names of all operations except expressions of the user."""
 
 _FLOAT32 = np.dtype(np.float32)
 # Parts, accumulator and result of a block stay in a core's L2 cache while they go through several operations.

@@ -300,35 +300,23 @@ def test_a_late_rank_is_in_no_other_call(device: str) -> None:
 
 
 @pytest.mark.parametrize("late", [0, LAST])
-def test_a_rank_that_comes_late_to_a_call_in_mapped_memory_raises_as_the_others(device: str, late: int) -> None:
-    with on_gpus(device) as (comm, _make):
-        comm.Allreduce(np.ones(3), np.zeros(3), algorithm="one_shot")
-        if comm.rank == late:
-            WORLD.Barrier()
-        with pytest.raises(CollectiveTimeoutError, match=rf"^Allreduce.*: rank {late} did not arrive"):
-            comm.Allreduce(np.ones(3), np.zeros(3), algorithm="one_shot")
-        if comm.rank != late:
-            WORLD.Barrier()
-        WORLD.Barrier()
-
-
-@pytest.mark.parametrize("late", [0, LAST])
-def test_a_rank_that_comes_while_the_others_set_up_their_engine_for_the_error_is_named(
-    device: str, late: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_rank_that_comes_late_to_a_call_in_mapped_memory_raises_as_the_others(
+    device: str, late: int, is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the first such call it comes while the others set up their engine for the error."""
     with on_gpus(device, timeout_s=stretched(2.0)) as (comm, _make):
-        comm.Allreduce(np.ones(3), np.zeros(3))
+        comm.Allreduce(np.ones(3), np.zeros(3), algorithm="auto" if is_first else "one_shot")
         on_host = Engines.on_host
+
+        def call_late_rank(engines: Engines, operation: str) -> HostEngine:
+            monkeypatch.undo()
+            WORLD.Barrier()
+            return on_host(engines, operation)
+
         if comm.rank == late:
-            for _ in range(comm.size - 1):
-                WORLD.recv()
+            WORLD.Barrier()
         else:
-
-            def call_late_rank(engines: Engines, operation: str) -> HostEngine:
-                monkeypatch.undo()
-                WORLD.send(None, late)
-                return on_host(engines, operation)
-
             monkeypatch.setattr(Engines, "on_host", call_late_rank)
         with pytest.raises(CollectiveTimeoutError, match=rf"^Allreduce.*: rank {late} did not arrive") as info:
             comm.Allreduce(np.ones(3), np.zeros(3), algorithm="one_shot")

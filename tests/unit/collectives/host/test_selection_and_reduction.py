@@ -19,14 +19,7 @@ from mpicomm.collectives.host import reduction as host_reduction
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.collectives.host.selection import (
-    NEVER,
-    algorithms_for,
-    mapped_threshold,
-    mpi_fast_path,
-    schedule,
-    with_votes,
-)
+from mpicomm.collectives.host.selection import NEVER, algorithms_for, mapped_threshold, mpi_fast_path, schedule
 from mpicomm.collectives.operations import ALLREDUCE, BCAST, OPERATIONS, REDUCE, Operation
 from tests.helpers.references.reductions import NARROW, dtype_or_skip, reduced, require_same, samples
 
@@ -172,7 +165,7 @@ def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation:
         return vote
 
     on_host, given = mpi_fast_path(2, RANK, 1), buffers(operation, 16)
-    checks = with_votes(on_host, voting("name"), voting("nonblocking"))
+    checks = selection.with_votes(on_host, voting("name"), voting("nonblocking"))
     for method in operation.methods[:2]:
         fast = on_host[method](*given, MPI.SUM)
         assert fast or operation.of_neighbors or operation.send == "typed"
