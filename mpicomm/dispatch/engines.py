@@ -44,7 +44,7 @@ class Engines:
         self._making = threading.Lock()
         self._internode: tuple[str, dict[str, str]] = "", {}
         self._transfers: list[Transfers] = []
-        session.has_stray_messages = lambda: any(transfers.failed for transfers in self._transfers)
+        session.has_stray_messages = lambda: any(transfers.has_stray_messages for transfers in self._transfers)
 
     def internode(self, operation: str) -> tuple[str, dict[str, str]]:
         """Return the name of the transport between peer domains, "" in one domain, and the reasons against better ones.
@@ -147,7 +147,7 @@ class Engines:
     def _transfers_of(self, session: Session, layout: DomainLayout, call_log: CallLog) -> Transfers:
         from mpicomm.domains.mpi_transfers import Transfers
 
-        transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, call_log)
+        transfers = Transfers(session.private, session.placement.here.timeout_s, layout.remote_peers, call_log)
         self._transfers.append(transfers)
         return transfers
 

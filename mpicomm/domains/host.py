@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,10 +10,10 @@ import numpy as np
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.devices.host import array_at
-from mpicomm.domains.mpi_transfers import Direct, Transfers
+from mpicomm.domains.mpi_transfers import Transfers
 from mpicomm.domains.reductions import combine
-from mpicomm.domains.schedules import DEPTH, carry_out, pieces_of, require_order, schedule_of
-from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack
+from mpicomm.domains.schedules import DEPTH, pieces_of, require_rank_order, run_pipeline, schedule_of
+from mpicomm.domains.steps import Combine, DomainLayout, DomainStep, Pack
 
 
 class HostDomains:
@@ -24,7 +23,7 @@ class HostDomains:
         self._layout = layout
         self._engine = engine
         self._transfers = transfers
-        transfers.meanwhile = engine.raise_if_aborted
+        transfers.on_poll = engine.raise_if_aborted
         self._scratch = [np.empty(0, np.uint8)] * DEPTH
 
     def run(self, call: Call, algorithm: str) -> None:
@@ -33,23 +32,19 @@ class HostDomains:
         If a rank of another domain does not come, or makes another call, one rank notices. All ranks of this domain
         raise the error of that rank.
         """
-        require_order(call, self._layout)
+        require_rank_order(call, self._layout)
         scratch = np.empty(call.blocks.nbytes, np.uint8)
         buffers = call.buffers(scratch.ctypes.data)
         schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
         pieces = pieces_of(schedule, buffers, self._layout, [partial(self._memory, turn) for turn in range(DEPTH)])
         signature = call.signature
-        comm = self._transfers.comm
-
-        def start(network_step: NetworkStep) -> Callable[[], None]:
-            return self._transfers.begin(lambda tag: Direct(comm, network_step, tag), signature)
-
+        start = partial(self._transfers.start, call=signature)
         try:
-            self._engine.run_call(lambda: carry_out(pieces, self._work, start), signature)
+            self._engine.run_call(lambda: run_pipeline(pieces, self._work, start), signature)
         except BaseException:
             broken = self._engine.broken  # not after errors of the arguments
             if broken is not None:
-                self._transfers.tell(broken)
+                self._transfers.publish_error(broken)
             raise
 
     def _memory(self, turn: int, nbytes: int) -> int:
@@ -57,8 +52,8 @@ class HostDomains:
             self._scratch[turn] = np.empty(nbytes, np.uint8)
         return int(self._scratch[turn].ctypes.data)
 
-    def _work(self, step: Local | Combine | Pack) -> None:
-        if isinstance(step, Local):
+    def _work(self, step: DomainStep | Combine | Pack) -> None:
+        if isinstance(step, DomainStep):
             self._engine.execute(step.operation.one_shot(step.buffers))
         elif isinstance(step, Pack):
             for copy in step.copies():

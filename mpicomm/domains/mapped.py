@@ -20,13 +20,12 @@ class MappedChannels(SharedMemory):
 
     A sender waits until its slot is free, copies a chunk into the slot, and signals. The receiver waits for the signal,
     copies the chunk out, and signals that the slot is free. Chunk k of a network message goes through channel k modulo
-    2, so one chunk is copied in while another chunk is copied out. Each channel strictly alternates, and all counts are
-    in device memory, so a captured graph can run again for ever.
+    2, so one chunk is copied in while another is copied out. Each channel strictly alternates, and all counts are in
+    device memory, so a captured graph can be replayed any number of times.
 
-    Ranks cannot wait for each other in a circle: every rank sends its chunks number k before it receives the chunks
-    number k, and it receives on another stream. Take the slowest rank, at chunk k. The ranks to which it sends have
-    received chunk k - 2, or will receive it without this rank. So its slots become free. The ranks from which it
-    receives are at chunk k or later.
+    Ranks cannot deadlock: every rank sends its chunks k before it receives chunks k, and it receives on another stream.
+    Take the slowest rank, at chunk k. The ranks to which it sends have received chunk k - 2, or will receive it without
+    this rank. So its slots become free. The ranks from which it receives are at chunk k or later.
     """
 
     def __init__(self, node: Group, backend: Backend, kind: Kind, pads: SignalPads) -> None:
@@ -37,7 +36,7 @@ class MappedChannels(SharedMemory):
         nbytes = _CHANNELS * node.size * SLOT_NBYTES
 
         def clear_and_allocate() -> Segment:
-            # Before the exchange that tells the peers of the slots, because it could wipe out a peer's first signal.
+            # Before the peers get the handles of the slots, because it could wipe out a peer's first signal.
             for pad in (*self._full, *self._free):
                 pads.clear(pad)
             return backend.allocate(kind, nbytes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.steps import DomainLayout, Local, NetworkStep, Pack, ScratchAllocator, Step
+from mpicomm.domains.steps import DomainLayout, DomainStep, NetworkStep, Pack, ScratchAllocator, Step
 from mpicomm.mpi.arguments import Span
 
 
@@ -19,20 +19,20 @@ def in_domain(layout: DomainLayout, dtype: np.dtype[Any], op: str = "", root: in
     return Buffers(layout.index, len(layout.ranks), dtype, op=op, root=root, **memory)
 
 
-def allgather_in_domain(layout: DomainLayout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> Local:
+def allgather_in_domain(layout: DomainLayout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> DomainStep:
     """Bring block i from the rank with index i to all ranks of the domain."""
     operation = ALLGATHER if len({block.count for block in blocks}) == 1 else ALLGATHERV
-    return Local(operation, in_domain(layout, dtype, sends=[send], receives=blocks))
+    return DomainStep(operation, in_domain(layout, dtype, sends=[send], receives=blocks))
 
 
 def rail_shards(span: Span, layout: DomainLayout, dtype: np.dtype[Any]) -> list[Span]:
-    """Return a shard of a span for each rank of the domain. Ranks without a rail have empty shards."""
+    """Shard a span over the ranks of the domain. Ranks without a rail have empty shards."""
     shards = split(span, layout.rails, dtype.itemsize)
     return shards + [Span(span.pointer, 0)] * (len(layout.ranks) - layout.rails)
 
 
-def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[Span]:
-    """Return parts of a span of another element type. They have the counts of ``parts`` of an equally long span."""
+def split_like(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[Span]:
+    """Split a span of another element type into parts with the counts of ``parts``, which make up as long a span."""
     ends = itertools.accumulate(part.count for part in parts)
     return [
         Span(span.pointer + (end - part.count) * dtype.itemsize, part.count)
@@ -40,55 +40,54 @@ def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[S
     ]
 
 
-def in_turn(blocks: Sequence[Span], turn: Sequence[int], layout: DomainLayout) -> list[Span]:
-    """Return a block for each rank of the domain, in a turn of ranks of another domain; missing blocks are empty."""
-    return [blocks[rank] for rank in turn] + [Span(0, 0)] * (len(layout.ranks) - len(turn))
+def blocks_of_round(blocks: Sequence[Span], ranks: Sequence[int], layout: DomainLayout) -> list[Span]:
+    """Return a block for each rank of the domain: those of a round of ``ranks`` of another domain, then empty ones."""
+    return [blocks[rank] for rank in ranks] + [Span(0, 0)] * (len(layout.ranks) - len(ranks))
 
 
-def one_after_the_other(
+def pack_rows(
     blocks: Sequence[Span], rows: Sequence[Sequence[int]], start: int, dtype: np.dtype[Any]
 ) -> tuple[dict[int, Span], list[Span]]:
-    """Return the address of each rank's block in memory from ``start`` on, and the span of each row of ranks."""
-    places: dict[int, Span] = {}
+    """Place blocks contiguously from ``start`` on. Return the span of each rank's block, and of each row of ranks."""
+    packed: dict[int, Span] = {}
     spans = []
     for row in rows:
         spans.append(Span(start, sum(blocks[rank].count for rank in row)))
         for rank in row:
-            places[rank] = Span(start, blocks[rank].count)
+            packed[rank] = Span(start, blocks[rank].count)
             start += blocks[rank].count * dtype.itemsize
-    return places, spans
+    return packed, spans
 
 
 def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratch: ScratchAllocator) -> Iterator[Step]:
-    """Bring the blocks of the domains that lie ``distances`` domains ahead to all ranks of this domain.
+    """All-gather in this domain the blocks of the domains that lie ``distances`` domains ahead.
 
-    Each rank sends its block to its partners in the domains that lie as far before this domain. It receives the blocks
-    of the ranks that it serves. Then the domain gathers the blocks that its ranks have received. Distance 0 is the
+    Each rank sends its block to its partners in the domains that lie as far behind this domain. It receives the blocks
+    of the ranks that it serves. Then the domain all-gathers the blocks that its ranks have received. Distance 0 is the
     domain itself.
 
-    The blocks of one domain go directly to the output. If a rank has received blocks of several domains, these blocks
-    are not adjacent in the output. So the domain gathers them in scratch memory, and each rank copies them to the
-    output.
+    The blocks of one domain go directly to the output. If a rank receives blocks of several domains, these are not
+    contiguous in the output. So the domain gathers them in scratch memory, and each rank copies them to the output.
     """
     blocks, exchanged = b.receives, [distance for distance in distances if distance]
     send = b.sends[0] if b.sends else blocks[b.rank]
     sources = [layout.ahead(distance) for distance in distances]
     rows = layout.served_by_each(sources)
-    packed = [blocks[rank] for row in rows for rank in row] if len(sources) > 1 and len(rows) > 1 else []
-    start = scratch.take(sum(block.count for block in packed) * b.dtype.itemsize)
-    places, spans = one_after_the_other(blocks, rows, start, b.dtype)
+    unpacked = [blocks[rank] for row in rows for rank in row] if len(sources) > 1 and len(rows) > 1 else []
+    start = scratch.take(sum(block.count for block in unpacked) * b.dtype.itemsize)
+    packed, spans = pack_rows(blocks, rows, start, b.dtype)
     received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
     partners = [layout.partner(b.rank, layout.ahead(-distance)) for distance in exchanged]
-    arriving = [(rank, places[rank] if packed else blocks[rank]) for rank in received]
+    arriving = [(rank, packed[rank] if unpacked else blocks[rank]) for rank in received]
     yield NetworkStep.of(b.dtype, [(rank, send) for rank in partners], arriving)
-    if packed:
+    if unpacked:
         yield allgather_in_domain(layout, b.dtype, spans[layout.index], spans)
-        yield Pack.of(packed, start, b.dtype, unpacks=True)
+        yield Pack.of(unpacked, start, b.dtype, unpacks=True)
     elif len(rows) > 1 or 0 in distances:
-        for turn in (turn for domain in sources for turn in layout.turns(domain)):
-            given = in_turn(blocks, turn, layout)
-            own = send if b.rank in turn else given[layout.index]
-            yield allgather_in_domain(layout, b.dtype, own, given)
+        for ranks in (ranks for domain in sources for ranks in layout.rounds(domain)):
+            outputs = blocks_of_round(blocks, ranks, layout)
+            own = send if b.rank in ranks else outputs[layout.index]
+            yield allgather_in_domain(layout, b.dtype, own, outputs)
 
 
 def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
@@ -98,54 +97,54 @@ def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Ite
         sends = [scratch.span(block.count, b.dtype) for block in b.receives]
         for copy, block in zip(sends, b.receives, strict=True):
             yield Pack.of([block], copy.pointer, b.dtype)
-    leaving, arriving = ([(rank, each[rank]) for rank in layout.elsewhere] for each in (sends, b.receives))
+    leaving, arriving = ([(rank, each[rank]) for rank in layout.remote_ranks] for each in (sends, b.receives))
     yield NetworkStep.of(b.dtype, leaving, arriving)
     here = [sends[rank] for rank in layout.ranks], [b.receives[rank] for rank in layout.ranks]
     hashes = tuple(b.block_hashes[rank] for rank in layout.ranks) if b.block_hashes else ()
-    yield Local(ALLTOALLV, in_domain(layout, b.dtype, sends=here[0], receives=here[1], block_hashes=hashes))
+    yield DomainStep(ALLTOALLV, in_domain(layout, b.dtype, sends=here[0], receives=here[1], block_hashes=hashes))
 
 
 def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The ranks of other domains send directly to the root; the root's domain gathers. Counts may be private."""
-    if layout.number != layout.domain_of(b.root):
+    if layout.domain != layout.domain_of(b.root):
         yield NetworkStep.of(b.dtype, [(b.root, b.sends[0])])
         return
     is_root, root = b.rank == b.root, layout.index_of(b.root)
-    yield NetworkStep.of(b.dtype, receives=[(rank, b.receives[rank]) for rank in layout.elsewhere if is_root])
+    yield NetworkStep.of(b.dtype, receives=[(rank, b.receives[rank]) for rank in layout.remote_ranks if is_root])
     blocks = [b.receives[rank] for rank in layout.ranks if is_root]
-    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, sends=b.sends, receives=blocks))
+    yield DomainStep(GATHERV, in_domain(layout, b.dtype, root=root, sends=b.sends, receives=blocks))
 
 
 def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends directly to the ranks of other domains, and scatters in its domain. Counts may be private."""
-    if layout.number != layout.domain_of(b.root):
+    if layout.domain != layout.domain_of(b.root):
         yield NetworkStep.of(b.dtype, receives=[(b.root, b.receives[0])])
         return
     is_root, root = b.rank == b.root, layout.index_of(b.root)
-    yield NetworkStep.of(b.dtype, [(rank, b.sends[rank]) for rank in layout.elsewhere if is_root])
+    yield NetworkStep.of(b.dtype, [(rank, b.sends[rank]) for rank in layout.remote_ranks if is_root])
     blocks = [b.sends[rank] for rank in layout.ranks if is_root]
-    yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, sends=blocks, receives=b.receives))
+    yield DomainStep(SCATTERV, in_domain(layout, b.dtype, root=root, sends=blocks, receives=b.receives))
 
 
 def bcast_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
     buffer, home = b.receives[0], layout.domain_of(b.root)
-    source = b.root if layout.number == home else layout.partner(b.root, layout.number)
-    leaving = [(layout.partner(b.root, domain), buffer) for domain in layout.others if b.rank == b.root]
+    source = b.root if layout.domain == home else layout.partner(b.root, layout.domain)
+    leaving = [(layout.partner(b.root, domain), buffer) for domain in layout.other_domains if b.rank == b.root]
     arriving = [(b.root, buffer)] if b.rank == source != b.root else []
     yield NetworkStep.of(b.dtype, leaving, arriving)
-    yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), receives=[buffer]))
+    yield DomainStep(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), receives=[buffer]))
 
 
 def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
-    """The root's domain broadcasts a piece. Each rail brings a shard of it to all other domains, which gather.
+    """The root's domain broadcasts a piece. Each rail brings a shard of it to all other domains, which all-gather it.
 
-    Each rank of the root's domain cuts its shard into a part for each other domain. While it sends the parts of this
+    Each rank of the root's domain splits its shard into a part for each other domain. While it sends the parts of this
     piece, the other ranks of its rail exchange their parts of the previous piece. So a piece has one network step, in
-    which every card carries about one shard, however many domains there are. Before the first piece and after the last
-    piece there is an empty piece.
+    which every card carries about one shard, however many domains there are. There is an empty piece before the first
+    and after the last.
     """
-    index, number, home = layout.index, layout.number, layout.domain_of(b.root)
+    index, number, home = layout.index, layout.domain, layout.domain_of(b.root)
     away = [domain for domain in range(len(layout.domains)) if domain != home]
     rail = {domain: layout.domains[domain][index] for domain in away} if index < layout.rails else {}
     shards, shards_before = (rail_shards(each, layout, b.dtype) for each in (b.receives[0], before.receives[0]))
@@ -155,7 +154,7 @@ def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: S
     )
     if number == home:
         if b.receives[0].count:
-            yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), receives=b.receives))
+            yield DomainStep(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), receives=b.receives))
         yield NetworkStep.of(b.dtype, [(rank, new[domain]) for domain, rank in rail.items()])
         return
     others = {domain: rank for domain, rank in rail.items() if domain != number}

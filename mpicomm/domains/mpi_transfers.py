@@ -9,6 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -28,7 +29,7 @@ _TEXT_TAG = 15
 _FIRST_TAG = 16
 _LAST_TAG = 32767  # MPI promises tags up to this number
 _ANSWER_S = 0.2
-_SENDING_S = 0.05
+_FLUSH_S = 0.05
 
 
 class Transfers:
@@ -38,100 +39,104 @@ class Transfers:
     one tag, so ranks must send and receive them in the same order. ``call_log`` is of the domain.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], call_log: CallLog) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float, peers: Sequence[int], call_log: CallLog) -> None:
         self.comm = comm
         self._timeout_s = timeout_s
-        self._contacts = contacts
+        self._peers = peers
         self._call_log = call_log
-        self._open: list[Direct] = []
-        self._has_told = False
-        self.failed = False
-        """Whether this rank has given up a call: messages of it may still be in flight, or in no receive."""
-        self.meanwhile: Callable[[], object] = lambda: None
-        """The transfers call it now and then during a wait. An exception of it ends the wait."""
+        self._active: list[DirectTransfer] = []
+        self._error_published = False
+        self.has_stray_messages = False
+        """Whether messages of a call that this rank has given up may be in flight, or in no receive."""
+        self.on_poll: Callable[[], object] = lambda: None
+        """Is called now and then during a wait. An exception of it ends the wait."""
 
-    def begin(self, make: Callable[[int], Direct], call: Signature) -> Callable[[], None]:
-        """Make a transfer with the tag that ``make`` gets; return the function that waits for its end.
+    def start(
+        self,
+        network_step: NetworkStep,
+        call: Signature,
+        make: Callable[[MPI.Intracomm, NetworkStep, int], DirectTransfer] | None = None,
+    ) -> Callable[[], None]:
+        """Start the messages of a step; return the function that waits for them. ``make`` makes the transfer.
 
         That function raises `CollectiveTimeoutError` if a rank does not come within the deadline. It raises `PeerError`
         if a rank makes another call, or sends another length. If an awaited rank has given up the call, it raises the
-        error of that rank: see `tell`.
+        error of that rank: see `publish_error`.
         """
         tag = _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
         try:
-            transfer = make(tag)
+            transfer = (make or DirectTransfer)(self.comm, network_step, tag)
         except MPI.Exception as error:
-            raise self._given_up(_refused(call, error)) from None
-        self._open.append(transfer)
-        self._advance(call)
-        return lambda: self._finish(transfer, call, tag)
+            raise self._cancel_all(_refused(call, error)) from None
+        self._active.append(transfer)
+        self._progress(call)
+        return lambda: self._wait(transfer, call, tag)
 
-    def tell(self, error: MpicommError) -> None:
-        """Tell ranks of other domains that may wait for this rank why it has given up a call. Local.
+    def publish_error(self, error: MpicommError) -> None:
+        """Send the error of a call that this rank has given up to ranks of other domains that may wait for it. Local.
 
-        This rank may have waited for a rank of its domain. The error names the missing rank to the others. A
-        second call does nothing.
+        This rank may have waited for a rank of its own domain, which the error names. A second call does nothing.
         """
-        if self._has_told:
+        if self._error_published:
             return
-        self._has_told = True
-        self._say(equal_error(error), _ERROR_TAG)
+        self._error_published = True
+        self._send_to_peers(equal_error(error), _ERROR_TAG)
         # MPI sends messages, also buffered messages, only during its calls. The program may not call MPI after the
         # error.
-        wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
+        wait_until(lambda: False, _FLUSH_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
 
-    def _say(self, said: Any, tag: int) -> None:
-        self.failed = True
-        for rank in self._contacts:
+    def _send_to_peers(self, content: Any, tag: int) -> None:
+        self.has_stray_messages = True
+        for rank in self._peers:
             with contextlib.suppress(MPI.Exception):  # MPI knows that the rank is gone
-                abandoned.append(self.comm.isend(said, rank, tag))
+                abandoned.append(self.comm.isend(content, rank, tag))
 
-    def _advance(self, call: Signature) -> None:
-        for transfer in list(self._open):
+    def _progress(self, call: Signature) -> None:
+        for transfer in list(self._active):
             try:
-                over = transfer.advance()
+                done = transfer.progress()
             except LengthError as error:
                 here = self.comm.rank
-                raise self._given_up(
+                raise self._cancel_all(
                     PeerError(f"{call}: {error} on rank {here}: pass counts that agree", ranks=[here])
                 ) from None
             except MPI.Exception as error:
-                raise self._given_up(_refused(call, error)) from None
-            if over:
-                self._open.remove(transfer)
+                raise self._cancel_all(_refused(call, error)) from None
+            if done:
+                self._active.remove(transfer)
 
-    def _finish(self, transfer: Direct, call: Signature, own_tag: int) -> None:
-        def ready() -> bool:
-            self._advance(call)
-            return transfer not in self._open
+    def _wait(self, transfer: DirectTransfer, call: Signature, own_tag: int) -> None:
+        def done() -> bool:
+            self._progress(call)
+            return transfer not in self._active
 
-        def look_around() -> None:
-            self.meanwhile()
-            self._call_log.publish_wait(min(transfer.receiving() or transfer.sending(), default=-1))
-            for rank in transfer.receiving() | transfer.sending():
+        def poll_errors() -> None:
+            self.on_poll()
+            self._call_log.publish_wait(min(transfer.sources() or transfer.targets(), default=-1))
+            for rank in transfer.sources() | transfer.targets():
                 if self.comm.Iprobe(rank, _ERROR_TAG):
-                    raise self._given_up(self.comm.recv(None, rank, _ERROR_TAG))
-            for rank in sorted(transfer.receiving()):
+                    raise self._cancel_all(self.comm.recv(None, rank, _ERROR_TAG))
+            for rank in sorted(transfer.sources()):
                 first = MPI.Status()
                 if not self.comm.Iprobe(rank, MPI.ANY_TAG, first) or first.tag in (own_tag, _WAIT_TAG, _ERROR_TAG):
                     continue
                 # That rank may have made the next call already, and its message of this call may just be arriving.
-                if not wait_until(lambda rank=rank: ready() or rank not in transfer.receiving(), _ANSWER_S):  # type: ignore[misc]
-                    raise self._given_up(self._different(call, rank, first.tag))
+                if not wait_until(lambda rank=rank: done() or rank not in transfer.sources(), _ANSWER_S):  # type: ignore[misc]
+                    raise self._cancel_all(self._mismatch(call, rank, first.tag))
 
         try:
-            if wait_until(ready, self._timeout_s, look_around):
+            if wait_until(done, self._timeout_s, poll_errors):
                 return
-            # The awaited ranks may wait themselves, and say so at about this time.
-            self._say(sorted(transfer.receiving() or transfer.sending()), _WAIT_TAG)
-            if wait_until(ready, GRACE_S, look_around):
+            # The awaited ranks may wait themselves. Then they send this at about the same time.
+            self._send_to_peers(sorted(transfer.sources() or transfer.targets()), _WAIT_TAG)
+            if wait_until(done, GRACE_S, poll_errors):
                 return
-            missing = self._missing(transfer.receiving() or transfer.sending())
-        except MPI.Exception as error:  # Open MPI with ULFM refuses to look for messages of a rank that is gone
-            raise self._given_up(_refused(call, error)) from None
+            missing = self._missing(transfer.sources() or transfer.targets())
+        except MPI.Exception as error:  # Open MPI with ULFM refuses to probe for messages of a rank that is gone
+            raise self._cancel_all(_refused(call, error)) from None
         finally:
             self._call_log.publish_wait(-1)
-        raise self._given_up(
+        raise self._cancel_all(
             CollectiveTimeoutError(
                 f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "
                 "unusable: create another",
@@ -140,38 +145,37 @@ class Transfers:
         )
 
     def _missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return the missing ranks. A rank that says that it waits is replaced by the ranks for which it waits."""
+        """Return the missing ranks: for an awaited rank that waits itself, the ranks for which it waits."""
         missing: set[int] = set()
         for rank in ranks:
-            said = self.comm.recv(None, rank, _WAIT_TAG) if self.comm.Iprobe(rank, _WAIT_TAG) else [rank]
-            missing.update(said)
+            missing.update(self.comm.recv(None, rank, _WAIT_TAG) if self.comm.Iprobe(rank, _WAIT_TAG) else [rank])
         return sorted(missing - {self.comm.rank} or set(ranks))
 
-    def _different(self, call: Signature, rank: int, tag: int) -> PeerError:
-        """Return the error for a rank in another call, which has sent a message with ``tag``, and tell it this call."""
-        theirs = "a set-up, or Free"
+    def _mismatch(self, call: Signature, rank: int, tag: int) -> PeerError:
+        """Return the error for a rank in another call, which has sent a message with ``tag``, and send it this call."""
+        other_call = "a set-up, or Free"
         if tag >= _TEXT_TAG:
-            theirs = "another call"
+            other_call = "another call"
             abandoned.append(self.comm.isend(str(call), rank, _TEXT_TAG))
             if wait_until(lambda: self.comm.Iprobe(rank, _TEXT_TAG), _ANSWER_S):
-                theirs = self.comm.recv(None, rank, _TEXT_TAG)
-        own = f"rank {self.comm.rank}: {call}"
-        return PeerError(f"ranks called different things: {own}; rank {rank}: {theirs}", ranks=[rank])
+                other_call = self.comm.recv(None, rank, _TEXT_TAG)
+        here = f"rank {self.comm.rank}: {call}"
+        return PeerError(f"ranks called different things: {here}; rank {rank}: {other_call}", ranks=[rank])
 
-    def _given_up(self, error: MpicommError) -> MpicommError:
-        """Abandon all transfers, and return the error to raise."""
-        self.failed = True
-        for transfer in self._open:
-            transfer.give_up()
-        self._open.clear()
+    def _cancel_all(self, error: MpicommError) -> MpicommError:
+        """Cancel all transfers, and return the error to raise."""
+        self.has_stray_messages = True
+        for transfer in self._active:
+            transfer.cancel()
+        self._active.clear()
         return error
 
 
 @dataclass(eq=False)
-class MessageInFlight:
+class InFlightMessage:
     """A network message in flight."""
 
-    of: NetworkMessage
+    message: NetworkMessage
     request: MPI.Request | None = None
     """None until MPI has the message."""
     host: Any = None
@@ -180,55 +184,54 @@ class MessageInFlight:
     """A mark of the stream after the copy into pinned memory."""
 
 
-class Direct:
+class DirectTransfer:
     """The network messages of a step, from and into memory that MPI itself reads and writes. All methods are local."""
 
     def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
         self._comm = comm
-        self._receives: list[MessageInFlight] = []
-        self._sends: list[MessageInFlight] = []
+        self._receives: list[InFlightMessage] = []
+        self._sends: list[InFlightMessage] = []
         try:
             # Receives first, so that no message comes before its receive and needs memory of MPI.
-            for each in network_step.receives:
-                memory = MPI.memory.fromaddress(each.pointer, each.nbytes)
-                self._receives.append(MessageInFlight(each, comm.Irecv([memory, MPI.BYTE], each.rank, tag)))
-            for each in network_step.sends:
-                memory = MPI.memory.fromaddress(each.pointer, each.nbytes)
-                self._sends.append(MessageInFlight(each, comm.Isend([memory, MPI.BYTE], each.rank, tag)))
+            for message in network_step.receives:
+                memory = MPI.memory.fromaddress(message.pointer, message.nbytes)
+                self._receives.append(InFlightMessage(message, comm.Irecv([memory, MPI.BYTE], message.rank, tag)))
+            for message in network_step.sends:
+                memory = MPI.memory.fromaddress(message.pointer, message.nbytes)
+                self._sends.append(InFlightMessage(message, comm.Isend([memory, MPI.BYTE], message.rank, tag)))
         except MPI.Exception:
-            self.give_up()  # the messages before the message that MPI refuses
+            self.cancel()  # the messages before the message that MPI refuses
             raise
 
-    def advance(self) -> bool:
+    def progress(self) -> bool:
         """Do all that needs no waiting; return whether all network messages have arrived."""
-        self._receives = [message for message in self._receives if not self._arrived(message)]
-        self._sends = [message for message in self._sends if message.request is None or not message.request.Test()]
+        self._receives = [each for each in self._receives if not self._arrived(each)]
+        self._sends = [each for each in self._sends if each.request is None or not each.request.Test()]
         return not (self._receives or self._sends)
 
-    def receiving(self) -> set[int]:
+    def sources(self) -> set[int]:
         """Return the ranks whose data has not arrived."""
-        return {message.of.rank for message in self._receives}
+        return {each.message.rank for each in self._receives}
 
-    def sending(self) -> set[int]:
-        """Return the ranks that have not taken their data."""
-        return {message.of.rank for message in self._sends}
+    def targets(self) -> set[int]:
+        """Return the ranks that have not received their data."""
+        return {each.message.rank for each in self._sends}
 
-    def give_up(self) -> None:
-        """Abandon the network messages, because a rank does not come.
+    def cancel(self) -> None:
+        """Cancel the receives, because a rank is missing, and the memory may get another owner.
 
-        It cancels the receives, because the memory may get another owner. It keeps all requests, because MPI may still
-        access their memory.
+        All requests are kept, because MPI may still access their memory.
         """
-        for message in self._receives:
-            if message.request:  # a null request has ended with another length
-                message.request.Cancel()
-        abandoned.extend(message.request for message in (*self._receives, *self._sends) if message.request is not None)
+        for each in self._receives:
+            if each.request:  # a null request has ended with another length
+                each.request.Cancel()
+        abandoned.extend(each.request for each in (*self._receives, *self._sends) if each.request is not None)
 
-    def _arrived(self, message: MessageInFlight) -> bool:
-        status, rank, nbytes = MPI.Status(), message.of.rank, message.of.nbytes
-        assert message.request is not None
+    def _arrived(self, receive: InFlightMessage) -> bool:
+        status, rank, nbytes = MPI.Status(), receive.message.rank, receive.message.nbytes
+        assert receive.request is not None
         try:
-            if not message.request.Test(status):
+            if not receive.request.Test(status):
                 return False
         except MPI.Exception as error:
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
@@ -265,11 +268,10 @@ class CudaAwareTransport(Transport):
         """See `Transport`; it blocks until the work of the stream is done, because MPI knows no streams."""
         self.backend.synchronize(stream)
         self.backend.check()
-        comm = self.transfers.comm
-        return self.transfers.begin(lambda tag: Direct(comm, network_step, tag), call)
+        return self.transfers.start(network_step, call)
 
-    def tell(self, error: MpicommError) -> None:
-        self.transfers.tell(error)
+    def publish_error(self, error: MpicommError) -> None:
+        self.transfers.publish_error(error)
 
 
 class PinnedTransport(CudaAwareTransport):
@@ -280,11 +282,11 @@ class PinnedTransport(CudaAwareTransport):
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
         super().__init__(transfers, backend)
         self.out, self.into = backend.side_streams.take(), backend.side_streams.take()
-        self.outgoing: deque[tuple[MessageInFlight, int]] = deque()
+        self.outgoing: deque[tuple[InFlightMessage, int]] = deque()
         """Chunks that MPI does not have yet, and their tags. MPI gets them in this order, because the messages of a
         call have one tag."""
-        self.landing: deque[tuple[Any, Any]] = deque()
-        """Marks after copies, and the pinned memory that the device may read before: the pool must not reuse it."""
+        self.copying: deque[tuple[Any, Any]] = deque()
+        """Marks after copies, and the pinned memory that the device may access before: the pool must not reuse it."""
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
         """See `Transport`; the function that it returns blocks until the network messages have arrived."""
@@ -292,7 +294,7 @@ class PinnedTransport(CudaAwareTransport):
         behind = side.mark(stream)
         side.follow(self.out, behind)  # this stream reads memory that earlier work writes
         side.follow(self.into, behind)  # this stream overwrites memory that earlier work may read
-        wait = self.transfers.begin(lambda tag: _Pinned(self, network_step, tag), call)
+        wait = self.transfers.start(network_step, call, partial(_PinnedTransfer, self))
 
         def finish() -> None:
             side.wait(behind)
@@ -303,54 +305,56 @@ class PinnedTransport(CudaAwareTransport):
         return finish
 
     def close(self) -> None:
-        self.landing.clear()
+        self.copying.clear()
         for stream in (self.out, self.into):
             self.backend.side_streams.give_back(stream)
 
 
-class _Pinned(Direct):
-    """`Direct` messages of pinned memory, in chunks. Copies bring them from the device, and to the device."""
+class _PinnedTransfer(DirectTransfer):
+    """A `DirectTransfer` of pinned memory, in chunks. Copies bring them from the device, and to the device."""
 
-    def __init__(self, transport: PinnedTransport, network_step: NetworkStep, tag: int) -> None:
-        super().__init__(transport.transfers.comm, NetworkStep(), tag)
+    def __init__(self, transport: PinnedTransport, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
+        super().__init__(comm, NetworkStep(), tag)
         self._transport, self._backend = transport, transport.backend
         for chunk in _chunks_of(network_step.sends):
             host = self._backend.pinned(chunk.nbytes)
             self._backend.copy(host.ctypes.data, chunk.pointer, chunk.nbytes, transport.out)
             copied = self._backend.side_streams.mark(transport.out)
-            self._sends.append(MessageInFlight(chunk, host=host, copied=copied))
+            self._sends.append(InFlightMessage(chunk, host=host, copied=copied))
         transport.outgoing.extend((message, tag) for message in self._sends)
         try:
             for chunk in _chunks_of(network_step.receives):
                 host = self._backend.pinned(chunk.nbytes)
                 request = self._comm.Irecv([host, MPI.BYTE], chunk.rank, tag)
-                self._receives.append(MessageInFlight(chunk, request, host))
+                self._receives.append(InFlightMessage(chunk, request, host))
         except MPI.Exception:
-            self.give_up()  # the messages before the message that MPI refuses
+            self.cancel()  # the messages before the message that MPI refuses
             raise
 
-    def advance(self) -> bool:
-        """Send the chunks that are in pinned memory, and copy the chunks that have arrived; see `Direct`."""
+    def progress(self) -> bool:
+        """Send the chunks that are in pinned memory, and copy the chunks that have arrived; see `DirectTransfer`."""
         passed = self._backend.side_streams.passed
-        outgoing, landing = self._transport.outgoing, self._transport.landing
-        while landing and passed(landing[0][0]):
-            landing.popleft()
+        outgoing, copying = self._transport.outgoing, self._transport.copying
+        while copying and passed(copying[0][0]):
+            copying.popleft()
         while outgoing and passed(outgoing[0][0].copied):
-            message, tag = outgoing.popleft()
-            message.request = self._comm.Isend([message.host, MPI.BYTE], message.of.rank, tag)
-        return super().advance()
+            send, tag = outgoing.popleft()
+            send.request = self._comm.Isend([send.host, MPI.BYTE], send.message.rank, tag)
+        return super().progress()
 
-    def _arrived(self, message: MessageInFlight) -> bool:
-        if not super()._arrived(message):
+    def _arrived(self, receive: InFlightMessage) -> bool:
+        if not super()._arrived(receive):
             return False
-        into = self._transport.into
-        self._backend.copy(message.of.pointer, message.host.ctypes.data, message.of.nbytes, into)
-        self._transport.landing.append((self._backend.side_streams.mark(into), message.host))
+        into, message = self._transport.into, receive.message
+        self._backend.copy(message.pointer, receive.host.ctypes.data, message.nbytes, into)
+        self._transport.copying.append((self._backend.side_streams.mark(into), receive.host))
         return True
 
-    def give_up(self) -> None:
-        super().give_up()
-        self._transport.outgoing.clear()
+    def cancel(self) -> None:
+        super().cancel()
+        outgoing = self._transport.outgoing
+        self._transport.copying.extend((send.copied, send.host) for send, _ in outgoing)
+        outgoing.clear()
 
 
 def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]:

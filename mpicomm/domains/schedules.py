@@ -1,6 +1,7 @@
-"""The schedule of each collective over several peer domains: it cuts a call into pieces, which `carry_out` carries out.
+"""The schedule of each collective over several peer domains: it splits a call into pieces, which `run_pipeline` runs.
 
-The network carries a piece while the domain works. All ranks cut a call alike. The functions are pure.
+The network moves one piece while the domain works on another. All ranks split a call the same way. The functions are
+pure.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.ops import Op
 
 PIECE_NBYTES = 16 << 20
-"""The bytes of each rank in one piece of a long call, which bound the scratch memory of the call."""
-SHORTEST_NBYTES = 4 << 20
-"""The least bytes of a piece of a call without scratch memory; see `bcast_by_rails`."""
+"""The bytes of each rank in one piece of a long call, which limit the scratch memory of the call."""
+MIN_PIECE_NBYTES = 4 << 20
+"""The size of the smallest piece of a call without scratch memory: see `bcast_by_rails`."""
 _LINE_NBYTES = 128
 
 Steps = Callable[..., Iterator[Step]]
@@ -35,99 +36,99 @@ Part = Sequence[Piece]
 Schedule = Callable[[Buffers, DomainLayout], Sequence[Part]]
 
 
-def whole(steps: Steps) -> Schedule:
-    """Leave a call whole, because a rank does not know the counts of the other ranks."""
+def unsplit(steps: Steps) -> Schedule:
+    """Do not split a call, because a rank does not know the counts of the other ranks."""
     return lambda b, layout: [[partial(steps, b, layout)]]
 
 
-def cut_data(steps: Steps) -> Schedule:
-    """Cut the data, which has the same length on each rank."""
-    return lambda b, layout: [[partial(steps, part, layout)] for part in _cut(b, PIECE_NBYTES)]
+def split_data(steps: Steps) -> Schedule:
+    """Split the data, which has the same length on each rank."""
+    return lambda b, layout: [[partial(steps, part, layout)] for part in _split(b, PIECE_NBYTES)]
 
 
-def cut_blocks(steps: Steps) -> Schedule:
-    """Cut the block of each rank."""
-    return lambda b, layout: [[partial(steps, part, layout)] for part in _cut(b, PIECE_NBYTES // b.size)]
+def split_blocks(steps: Steps) -> Schedule:
+    """Split the block of each rank."""
+    return lambda b, layout: [[partial(steps, part, layout)] for part in _split(b, PIECE_NBYTES // b.size)]
 
 
 def bcast_by_rails(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-    """Cut the data of a call without scratch memory; the steps of each piece continue the previous piece.
+    """Split the data of a call without scratch memory; the steps of each piece continue the previous piece.
 
     A piece goes through several levels, one after the other. So k pieces take k times as long as one piece on the
     slowest level, and once as long on the other levels. Long pieces are good for the slowest level, and short pieces
-    are good for the others. A piece has the geometric mean of the bytes of the call and of the shortest piece.
+    are good for the others. A piece has the geometric mean of the bytes of the call and of the smallest piece.
     """
     length = b.longest
-    pieces = _cut(b, math.isqrt(length * b.dtype.itemsize * SHORTEST_NBYTES))
+    pieces = _split(b, math.isqrt(length * b.dtype.itemsize * MIN_PIECE_NBYTES))
     pairs = pairwise([b.part(0, 0), *pieces, b.part(length, length)])
     return [[partial(movements.bcast_by_rails, piece, before, layout)] for before, piece in pairs]
 
 
 def allgather(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-    """Cut the block of each rank; take the domains one by one or several at once, this rank's domain first."""
+    """Split the block of each rank; take one or several domains at once, this rank's domain first."""
     return [
         [partial(movements.allgather, part, layout, distances)]
-        for part in _cut(b, PIECE_NBYTES)
-        for distances in (range(1), *_runs(part.receives, part, layout))
+        for part in _split(b, PIECE_NBYTES)
+        for distances in (range(1), *_distance_ranges(part.receives, part, layout))
     ]
 
 
 def reduce_scatter(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-    """Cut the block of each rank; take the domains one by one or several at once, this rank's domain last.
+    """Split the block of each rank; take one or several domains at once, this rank's domain last.
 
     The pieces of a part share the scratch memory that gathers the partial results of all domains.
     """
     most, steps = max(len(layout.domains), *map(len, layout.domains)), reductions.reduce_scatter
     return [
-        [partial(steps, part, layout, each) for each in (*_runs(part.sends, part, layout), range(1))]
-        for part in _cut(b, PIECE_NBYTES // most)
+        [partial(steps, part, layout, each) for each in (*_distance_ranges(part.sends, part, layout), range(1))]
+        for part in _split(b, PIECE_NBYTES // most)
     ]
 
 
-def _runs(blocks: Sequence[Span], b: Buffers, layout: DomainLayout) -> Iterator[range]:
-    """Yield the distances of the other domains, in runs of domains that together have the blocks of a piece."""
+def _distance_ranges(blocks: Sequence[Span], b: Buffers, layout: DomainLayout) -> Iterator[range]:
+    """Yield the distances of the other domains, in ranges of domains whose blocks together fill a piece."""
     domains = len(layout.domains)
     largest_nbytes = b.dtype.itemsize * max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
     step = max(1, min(domains - 1, PIECE_NBYTES // max(1, largest_nbytes)))
     return (range(first, min(first + step, domains)) for first in range(1, domains, step))
 
 
-def _cut(b: Buffers, nbytes: int) -> list[Buffers]:
-    # Whole lines, because the elements of a movement are bytes, and kernels are slow at odd addresses.
+def _split(b: Buffers, nbytes: int) -> list[Buffers]:
+    # Whole cache lines, because the elements of a movement are bytes, and kernels are slow at unaligned addresses.
     return b.pieces(nbytes - nbytes % _LINE_NBYTES or nbytes)
 
 
 ONE_STEP_NBYTES = 64 << 10
-"""The most bytes that a rank sends in a call of one network step. A step costs some tens of microseconds. A network
-card moves about as many bytes in this time."""
+"""The limit of the bytes that a rank sends in a call of one network step. A step has a latency of some tens of
+microseconds, in which a network card moves about as many bytes."""
 
 _IN_ONE_STEP: dict[Operation, Schedule] = {
-    table.ALLREDUCE: cut_data(reductions.allreduce_in_one_step),
-    table.BCAST: cut_data(movements.bcast_in_one_step),
+    table.ALLREDUCE: split_data(reductions.allreduce_in_one_step),
+    table.BCAST: split_data(movements.bcast_in_one_step),
 }
 _SCHEDULES: dict[Operation, Schedule] = {
     table.ALLGATHER: allgather,
     table.ALLGATHERV: allgather,
-    table.ALLREDUCE: cut_data(reductions.allreduce_in_two_steps),
-    table.ALLTOALL: cut_blocks(movements.alltoall),
+    table.ALLREDUCE: split_data(reductions.allreduce_in_two_steps),
+    table.ALLTOALL: split_blocks(movements.alltoall),
     table.BCAST: bcast_by_rails,
-    table.EXSCAN: cut_blocks(partial(reductions.prefix, 0)),
-    table.GATHER: cut_blocks(movements.gather),
-    table.GATHERV: whole(movements.gather),
-    table.REDUCE: cut_data(reductions.reduce),
+    table.EXSCAN: split_blocks(partial(reductions.scan, False)),
+    table.GATHER: split_blocks(movements.gather),
+    table.GATHERV: unsplit(movements.gather),
+    table.REDUCE: split_data(reductions.reduce),
     table.REDUCE_SCATTER: reduce_scatter,
     table.REDUCE_SCATTER_BLOCK: reduce_scatter,
-    table.SCAN: cut_blocks(partial(reductions.prefix, 1)),
-    table.SCATTER: cut_blocks(movements.scatter),
-    table.SCATTERV: whole(movements.scatter),
+    table.SCAN: split_blocks(partial(reductions.scan, True)),
+    table.SCATTER: split_blocks(movements.scatter),
+    table.SCATTERV: unsplit(movements.scatter),
 }
-_ALL_TO_ALL = whole(movements.alltoall)
+_ALL_TO_ALL = unsplit(movements.alltoall)
 """The schedule of all other calls: all-to-alls with private counts, such as calls of neighbours."""
 _IN_RANK_ORDER = (table.SCAN, table.EXSCAN)
 
 
-def require_order(call: Call, layout: DomainLayout) -> None:
-    """Raise `InvalidUsageError` for an operation that does not commute, if domains are not runs of ranks.
+def require_rank_order(call: Call, layout: DomainLayout) -> None:
+    """Raise `InvalidUsageError` for an operation that does not commute, if the ranks of domains are not consecutive.
 
     Local, with the same answer on all ranks. The schedules of Scan and Exscan reduce in the order of ranks.
     """
@@ -156,7 +157,7 @@ def schedule_of(operation: Operation, nbytes: int, layout: DomainLayout, algorit
 
 
 DEPTH = 2
-"""The number of pieces that are in progress at once."""
+"""The number of pieces in the pipeline at once."""
 
 
 def pieces_of(
@@ -165,7 +166,7 @@ def pieces_of(
     """Yield this rank's steps of each piece of a call. Local.
 
     The parts of the call take turns with the `DEPTH` ``memories``, and the pieces of a part share one. A memory takes a
-    number of bytes, and returns the address of as much scratch memory.
+    number of bytes, and returns the address of as much scratch memory, or 0 for 0 bytes.
     """
     for number, part in enumerate(schedule(b, layout)):
         needed = [ScratchAllocator() for _ in part]
@@ -174,21 +175,21 @@ def pieces_of(
         yield from [list(piece(ScratchAllocator(start))) for piece in part] if start else without_memory
 
 
-def carry_out(
+def run_pipeline(
     pieces: Iterable[Iterable[Any]], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
 ) -> None:
-    """Carry out pieces, each a sequence of steps: ``start`` a `NetworkStep`, ``work`` on all other steps.
+    """Run the steps of pieces: ``start`` runs a `NetworkStep`, ``work`` any other step.
 
     ``start`` returns the function that waits for the network messages.
 
-    If two pieces are in progress, the later piece first starts its network messages. Then the earlier piece waits for
-    its network messages. The order of the steps depends only on the number of network steps in each piece. So all ranks
-    of a peer domain make the same steps in the same order. A piece begins when the piece `DEPTH` before it is over, so
-    that pieces take turns with `DEPTH` parts of scratch memory.
+    If two pieces are in the pipeline, the later piece first starts its network messages. Then the earlier piece waits
+    for its network messages. The order of the steps depends only on the number of network steps in each piece. So all
+    ranks of a peer domain make the same steps in the same order. A piece begins when the piece `DEPTH` before it is
+    done, so that pieces take turns with `DEPTH` parts of scratch memory.
     """
 
     def progress(piece: Iterable[Any]) -> Iterator[None]:
-        """Carry out a piece, and stop after the start of each network step."""
+        """Run a piece, and suspend after the start of each network step."""
         for step in piece:
             if isinstance(step, NetworkStep):
                 finish = start(step)
@@ -197,10 +198,10 @@ def carry_out(
             else:
                 work(step)
 
-    waiting, running, over = iter(pieces), deque[Iterator[None]](), object()
+    waiting, running, done = iter(pieces), deque[Iterator[None]](), object()
     while True:
         if len(running) < DEPTH and (piece := next(waiting, None)) is not None:
             running.appendleft(progress(piece))
         if not running:
             return
-        running = deque([each for each in running if next(each, over) is not over])
+        running = deque([each for each in running if next(each, done) is not done])

@@ -1,8 +1,8 @@
 """The peer domains of a communicator, the steps of one rank over several of them, and the base of a transport.
 
-A *domain* is a set of ranks that map each other's memory and that one engine serves. A *rail* is made of the ranks with
-the same index in their domains. Each rank of a domain uses another network card, so traffic along all rails uses all
-cards. Steps know neither devices nor engines.
+A *domain* is a set of ranks that map each other's memory and that one engine serves. A *rail* consists of the ranks
+with the same index in their domains. Each rank of a domain uses another network card, so traffic along all rails uses
+all cards. Steps know neither devices nor engines.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ALIGNED_NBYTES = 256
 
 
 @dataclass(frozen=True)
-class Local:
-    """A collective of this rank's domain; ``buffers`` count its ranks by their index in the domain."""
+class DomainStep:
+    """A collective of this rank's domain; ``buffers`` number its ranks by their index in the domain."""
 
     operation: Operation
     buffers: Buffers
 
 
 class NetworkMessage(NamedTuple):
-    """Bytes that go to a rank of another domain, or come from it."""
+    """Bytes for a rank of another domain, or from it."""
 
     rank: int
     pointer: int
@@ -39,12 +39,12 @@ class NetworkMessage(NamedTuple):
 
 
 Spans = Iterable[tuple[int, Span]]
-"""Elements that go to ranks, or come from them."""
+"""Elements for ranks, or from them."""
 
 
 @dataclass(frozen=True)
 class NetworkStep:
-    """Network messages between domains. Two ranks exchange their messages in the same order on both sides."""
+    """Network messages between domains. Each two ranks list the messages between them in the same order."""
 
     sends: tuple[NetworkMessage, ...] = ()
     receives: tuple[NetworkMessage, ...] = ()
@@ -54,8 +54,9 @@ class NetworkStep:
         """Return the step with a message for each span. Both ranks leave out empty messages."""
 
         def messages(spans: Spans) -> tuple[NetworkMessage, ...]:
-            having = ((rank, span) for rank, span in spans if span.count)
-            return tuple(NetworkMessage(rank, span.pointer, span.count * dtype.itemsize) for rank, span in having)
+            return tuple(
+                NetworkMessage(rank, span.pointer, span.count * dtype.itemsize) for rank, span in spans if span.count
+            )
 
         return cls(messages(sends), messages(receives))
 
@@ -68,24 +69,24 @@ class Transport:
 
     name: TransportName
     capturable = True
-    """Whether CUDA graphs can hold its work; else it blocks the host, and a capture is an error."""
+    """Whether CUDA graphs can capture its work; else it blocks the host, and a capture is an error."""
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
         """Start messages after the work of ``stream``. Return a function that makes the stream wait for them.
 
         All ranks start equally many network steps in the same order. A step may have no network messages. The function
-        does not block, or raises `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says.
+        does not block, or raises `CollectiveTimeoutError` or `PeerError` as `Transfers.start` says.
         """
         raise NotImplementedError
 
-    def tell(self, error: MpicommError) -> None:
-        """Tell ranks of other domains why this rank has given up a call; local. See `Transfers.tell`.
+    def publish_error(self, error: MpicommError) -> None:
+        """Send ranks of other domains the error of a call that this rank has given up: see `Transfers`. Local.
 
-        It does nothing if all waits for this rank have a deadline by themselves.
+        It does nothing if all waits for this rank have a deadline of their own.
         """
 
     def close(self) -> None:
-        """Release the resources of the transport; its work must be over, or have failed. Local."""
+        """Release the resources of the transport; its work must be done, or have failed. Local."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Combine:
 
 @dataclass(frozen=True)
 class Pack:
-    """Copy blocks of this rank's memory to packed memory, one after the other; with ``unpacks`` copy back."""
+    """Copy blocks of this rank's memory to contiguous memory; with ``unpacks`` copy back."""
 
     blocks: tuple[Span, ...]
     """The blocks with counts in bytes. No block is empty."""
@@ -129,13 +130,13 @@ class Pack:
             packed += block.count
 
 
-Step = Local | NetworkStep | Combine | Pack
+Step = DomainStep | NetworkStep | Combine | Pack
 
 
 class ScratchAllocator:
-    """Scratch memory of one call from an address on. The schedule of the call takes it piece by piece.
+    """Scratch memory of one call from an address on, from which the schedule of the call allocates.
 
-    A schedule is a pure function of its arguments, so a run with any address tells how many bytes it needs.
+    A schedule is a pure function of its arguments, so a run with any address counts the bytes that it needs.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -152,7 +153,7 @@ class ScratchAllocator:
         return Span(self.take(count * dtype.itemsize), count)
 
     def arrays(self, number: int, nbytes: int) -> range:
-        """Return the addresses of ``number`` arrays of ``nbytes`` bytes, which nothing else of the call uses."""
+        """As `take`, for ``number`` arrays of ``nbytes`` bytes."""
         start = self._start + self.nbytes
         stride = -(-nbytes // ALIGNED_NBYTES) * ALIGNED_NBYTES
         self.nbytes += number * stride
@@ -171,25 +172,25 @@ class DomainLayout:
         }
         self.size = len(self._places)
         """The number of ranks."""
-        self.number, self.index = self._places[rank]
-        """The number of this rank's domain, and this rank's index in the domain."""
-        self.ranks = self.domains[self.number]
+        self.domain, self.index = self._places[rank]
+        """The number of this rank's domain, and this rank's index in it."""
+        self.ranks = self.domains[self.domain]
         """The ranks of this rank's domain."""
         self.rails = min(map(len, self.domains))
         """The number of rails, which is the number of ranks in the smallest domain."""
         self.in_rank_order = [each for ranks in self.domains for each in ranks] == list(range(self.size))
-        """Whether the ranks of each domain, domain by domain, are in the order of ranks."""
-        self.others = tuple(self.ahead(distance) for distance in range(1, len(self.domains)))
-        """The numbers of the other domains, from the next domain on, so that not all ranks begin with one domain."""
-        self.elsewhere = tuple(each for domain in self.others for each in self.domains[domain])
+        """Whether the domains, one after the other, have the ranks in order."""
+        self.other_domains = tuple(self.ahead(distance) for distance in range(1, len(self.domains)))
+        """The numbers of the other domains, from the next one on, so that not all ranks begin with the same domain."""
+        self.remote_ranks = tuple(each for domain in self.other_domains for each in self.domains[domain])
         """The ranks of the other domains, domain by domain."""
-        partners = {self.partner(rank, domain) for domain in self.others}
-        self.contacts = tuple(sorted(partners.union(*(self.served(domain) for domain in self.others))))
+        partners = {self.partner(rank, domain) for domain in self.other_domains}
+        self.remote_peers = tuple(sorted(partners.union(*(self.served(domain) for domain in self.other_domains))))
         """The ranks of other domains with which this rank exchanges data in most schedules."""
 
     def ahead(self, distance: int) -> int:
         """Return the number of the domain ``distance`` domains after this rank's domain, in a circle."""
-        return (self.number + distance) % len(self.domains)
+        return (self.domain + distance) % len(self.domains)
 
     def domain_of(self, rank: int) -> int:
         """Return the number of a rank's domain."""
@@ -200,10 +201,10 @@ class DomainLayout:
         return self._places[rank][1]
 
     def partner(self, rank: int, domain: int) -> int:
-        """Return the rank of a domain that exchanges data with ``rank`` on behalf of its domain.
+        """Return the rank that exchanges data with ``rank`` on behalf of a domain.
 
-        The partner has the same index if the domain has this index. In smaller domains a rank serves several other
-        ranks.
+        The partner has the same index if the domain has this index. In smaller domains a rank serves several ranks of
+        another domain.
         """
         ranks = self.domains[domain]
         return ranks[self.index_of(rank) % len(ranks)]
@@ -213,17 +214,17 @@ class DomainLayout:
         return self.domains[domain][self.index :: len(self.ranks)]
 
     def served_by_each(self, domains: Sequence[int]) -> list[list[int]]:
-        """Return for each rank of this domain the ranks of other domains that it serves, domain by domain."""
+        """Return for each rank of this domain the ranks of ``domains`` that it serves, domain by domain."""
         size = len(self.ranks)
         return [[rank for domain in domains for rank in self.domains[domain][index::size]] for index in range(size)]
 
-    def on_my_rail(self) -> dict[int, int]:
-        """Return the rank of this rank's rail in each other domain; {} for a rank without a rail."""
+    def rail_peers(self) -> dict[int, int]:
+        """Return the rank on this rank's rail in each other domain; {} for a rank without a rail."""
         if self.index >= self.rails:
             return {}
-        return {domain: self.domains[domain][self.index] for domain in self.others}
+        return {domain: self.domains[domain][self.index] for domain in self.other_domains}
 
-    def turns(self, domain: int) -> list[tuple[int, ...]]:
-        """Cut the ranks of a domain into groups of at most as many ranks as this rank's domain has."""
+    def rounds(self, domain: int) -> list[tuple[int, ...]]:
+        """Return the ranks of a domain in rounds, each with at most as many ranks as this rank's domain has."""
         ranks, size = self.domains[domain], len(self.ranks)
         return [ranks[first : first + size] for first in range(0, len(ranks), size)]

@@ -25,8 +25,8 @@ from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryUse
-from mpicomm.domains.schedules import DEPTH, carry_out, pieces_of, require_order, schedule_of
-from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step, Transport
+from mpicomm.domains.schedules import DEPTH, pieces_of, require_rank_order, run_pipeline, schedule_of
+from mpicomm.domains.steps import Combine, DomainLayout, DomainStep, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
 from mpicomm.kernels.variant import Launch
@@ -72,8 +72,8 @@ class DomainsEngine:
         # For the ranks of this rank's domain. The peers of messages are indices in it.
         self.require_same, self.prepare_messages = engine.require_same, engine.prepare_messages
 
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
-        require_order(call, self._layout)
+    def prepare_call(self, call: Call, mappings: Mappings, requested: str) -> DomainsPlan:
+        require_rank_order(call, self._layout)
         if call.wire is not None:
             raise InvalidUsageError(
                 f'{call.operation}: wire_dtype="{call.wire}" is for the GPUs of one peer domain, and the ranks are in '
@@ -90,7 +90,7 @@ class DomainsEngine:
         if call.operation.reduces:
             reduction_of(buffers.dtype, buffers.op)  # it raises here if the reduction is not defined
         signature = call.signature
-        planned = self._plan(call.operation, buffers, signature, call.nbytes or 0, asked)
+        pieces = self._plan(call.operation, buffers, signature, call.nbytes or 0, requested)
         before = after = None
         if blocks.before or blocks.after:
             launches = blocks.launches(self._backend, scratch)
@@ -100,12 +100,12 @@ class DomainsEngine:
             where = output.pointer, backend.faults.failed, backend.multiprocessors
             steps = [call.epilogue.separate_launch(*where)] if output.count else []
             after = self._engine.plan(str(signature), steps, collective=False)
-        return DomainsPlan(signature, planned, self._choice(asked), before, after)
+        return DomainsPlan(signature, pieces, self._choice(requested), before, after)
 
     def prepare_barrier(self) -> DomainsPlan:
-        """Return a plan that holds a stream until the streams of all ranks have come to their barrier. Local.
+        """Return a plan that blocks a stream until the streams of all ranks have reached their barrier. Local.
 
-        It is an all-gather of a byte. A rank that has a byte of each rank knows that each rank has come.
+        It is an all-gather of a byte: a rank that has the byte of each rank knows that all have reached it.
         """
         layout, memory = self._layout, self._tokens.of(1 + self._layout.size)
         blocks = [Span(memory + 1 + rank, 1) for rank in range(layout.size)]
@@ -113,30 +113,30 @@ class DomainsEngine:
         call = Signature("Barrier", str(_BYTE))
         return DomainsPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
 
-    def _choice(self, asked: str) -> AlgorithmChoice:
-        """Return the algorithm of a call in words: a schedule of the domains, and the transport between them."""
-        why = "" if asked == "auto" else f', algorithm="{asked}"'
+    def _choice(self, requested: str) -> AlgorithmChoice:
+        """Return the algorithm of a call as text: a schedule of the domains, and the transport between them."""
+        why = "" if requested == "auto" else f', algorithm="{requested}"'
         slow = "between peer domains through pinned host memory" if self._transport.name == "pinned" else ""
         return AlgorithmChoice(
             f"peer domains, {self._transport.name}", f"{len(self._layout.domains)} peer domains{why}", slow
         )
 
     def _plan(
-        self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, asked: str
+        self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, requested: str
     ) -> list[list[Item]]:
-        schedule, facts = schedule_of(operation, nbytes, self._layout, asked), (str(call), call.hash32)
+        schedule, tag = schedule_of(operation, nbytes, self._layout, requested), (str(call), call.hash32)
         pieces = pieces_of(schedule, buffers, self._layout, [scratch.of for scratch in self._scratch])
-        return [[item for step in piece for item in self._planned(step, facts, asked)] for piece in pieces]
+        return [[item for step in piece for item in self._plan_step(step, tag, requested)] for piece in pieces]
 
-    def _planned(self, step: Step, facts: tuple[str, int], asked: str) -> Iterable[Item]:
-        """Yield the plan of a step. ``facts`` are the text and the hash of the whole call."""
+    def _plan_step(self, step: Step, tag: tuple[str, int], requested: str) -> Iterable[Item]:
+        """Yield the plan of a step, if it is not empty. ``tag`` is the text and the hash of the whole call."""
         if isinstance(step, NetworkStep):
             yield step
-        elif isinstance(step, Local):
-            named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
-            yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
+        elif isinstance(step, DomainStep):
+            algorithm = requested if requested == "copy_engine" and requested in names_for(step.operation) else "auto"
+            yield self._engine.prepare_step(step.operation, step.buffers, tag, algorithm)
         elif launch := _launch(step, self._backend):
-            yield self._engine.plan(facts[0], [launch], collective=False)
+            yield self._engine.plan(tag[0], [launch], collective=False)
 
     def enqueue(
         self, plan: DomainsPlan | Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False
@@ -168,7 +168,7 @@ class DomainsEngine:
         try:
             if plan.before is not None:
                 work(plan.before)
-            carry_out(plan.pieces, work, start)
+            run_pipeline(plan.pieces, work, start)
             if plan.after is not None:
                 work(plan.after)
         except InvalidUsageError:
@@ -178,17 +178,17 @@ class DomainsEngine:
             failure = error
             if not isinstance(failure, (CollectiveTimeoutError, PeerError)):
                 rank = self._layout.rank
-                said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
-                failure = PeerError(said, ranks=[rank])
+                text = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
+                failure = PeerError(text, ranks=[rank])
             self._engine.give_up(failure)
-            self._transport.tell(failure)
+            self._transport.publish_error(failure)
             raise
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the scratch memory of this rank; local.
 
-        The channels of the transport "mapped" report their slots. The other transports cannot tell the memory of NCCL
-        and MPI, or keep none.
+        The channels of the transport "mapped" report their slots. The other transports do not know the memory of NCCL
+        and MPI, or have none.
         """
         nbytes = sum(scratch.total_nbytes for scratch in (*self._scratch, self._packed, self._tokens))
         return (MemoryUse("scratch", device_nbytes=nbytes),)

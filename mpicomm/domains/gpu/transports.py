@@ -1,6 +1,6 @@
-"""The engines that move device memory between peer domains in stream order and in CUDA graphs, and the choice of one.
+"""The transports that move device memory between peer domains in stream order and in CUDA graphs, and their choice.
 
-All ranks choose together an engine that works.
+The ranks agree on a transport that works on all of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mpicomm.session import Session
 
 T = TypeVar("T")
 
-_LOOK_S = 0.05  # the time between two looks of the watch at the work in flight
-_LOOK_AT_ERRORS_S = 0.5
+_POLL_S = 0.05  # the time between two polls of the work in flight
+_ERROR_POLL_S = 0.5
 
 
 @dataclass
@@ -49,10 +49,10 @@ class _Watched:
 class NcclTransport(Transport):
     """The `Transport` by sends and receives of one NCCL communicator. Construction is collective over ``group``.
 
-    NCCL's kernels wait for their peers without a limit. So a thread watches the network steps. It acts if a step takes
-    longer than ``timeout_s`` from its begin on the stream, or if NCCL reports that a peer is gone. Then it aborts the
-    communicator, which ends the kernels, and calls ``on_failure`` with the error. Replays of a graph have no marks: in
-    them only NCCL's report of a peer that is gone ends the wait.
+    NCCL's kernels wait for their peers without a limit. So a watchdog thread polls the network steps. If a step takes
+    longer than ``timeout_s`` from its begin on the stream, or if NCCL reports that a peer is gone, it calls
+    ``on_failure`` with the error, and aborts the communicator, which ends the kernels. Replays of a graph have no
+    marks: in them only NCCL's report of a peer that is gone ends the wait.
     """
 
     name: TransportName = "nccl"
@@ -69,15 +69,15 @@ class NcclTransport(Transport):
             with backend.current():
                 return nccl.NcclCommunicator(group.size, ids[0], group.rank)
 
-        # `bounded`, because NCCL waits without a limit for ranks that do not come.
-        self._nccl = bounded(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
+        # With a timeout, because NCCL waits without a limit for missing ranks.
+        self._nccl = run_with_timeout(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
         self._peers: set[int] = set()
         self._lock = threading.Lock()
         self._failed = False
         self._closed = threading.Event()
         self._watched: deque[_Watched] = deque()
         with backend.current():
-            self._beside = ForkedStream()
+            self._side_stream = ForkedStream()
         self._thread = threading.Thread(target=self._watch, name="mpicomm-nccl", daemon=True)
         self._thread.start()
 
@@ -88,13 +88,13 @@ class NcclTransport(Transport):
         side, backend = self._backend.side_streams, self._backend
         capturing = backend.is_capturing(stream)
         with backend.current():
-            beside = self._beside.of(stream)
-        side.follow(beside, begin := side.mark(stream))
+            side_stream = self._side_stream.of(stream)
+        side.follow(side_stream, begin := side.mark(stream))
         ranks = tuple(sorted({message.rank for message in (*network_step.sends, *network_step.receives)}))
 
         def exchange() -> None:
             with backend.current():
-                self._nccl.exchange(network_step.sends, network_step.receives, beside)
+                self._nccl.exchange(network_step.sends, network_step.receives, side_stream)
 
         with self._lock:
             if self._failed:
@@ -103,9 +103,9 @@ class NcclTransport(Transport):
                 exchange()
             else:
                 what = f"{call}: not all of the ranks {', '.join(map(str, ranks))} came to connect"
-                bounded(exchange, self._timeout_s, what)
+                run_with_timeout(exchange, self._timeout_s, what)
                 self._peers.update(ranks)
-        end = side.mark(beside)
+        end = side.mark(side_stream)
         if not capturing:
             self._watched.append(_Watched(call, ranks, begin, end))
         return lambda: side.follow(stream, end)
@@ -113,36 +113,36 @@ class NcclTransport(Transport):
     def close(self, *, aborts: bool = False) -> None:
         """See `Transport`. With ``aborts`` other ranks could not start the transport, and NCCL would wait for them."""
         self._closed.set()
-        self._thread.join()  # so that the watch does not abort NCCL's communicator, too
+        self._thread.join()  # so that the watchdog does not abort NCCL's communicator, too
         if not self._failed and aborts:
             with self._backend.current():
                 self._nccl.abort()
         elif not self._failed:
             self._nccl.destroy()
         with self._backend.current():
-            self._beside.close()
+            self._side_stream.close()
 
     def _watch(self) -> None:
         self._backend.prepare_thread()
-        look_at_errors_s = time.monotonic() + _LOOK_AT_ERRORS_S
-        while not self._closed.wait(_LOOK_S):
+        next_error_poll_s = time.monotonic() + _ERROR_POLL_S
+        while not self._closed.wait(_POLL_S):
             now = time.monotonic()
-            if now > look_at_errors_s:
-                look_at_errors_s = now + _LOOK_AT_ERRORS_S
+            if now > next_error_poll_s:
+                next_error_poll_s = now + _ERROR_POLL_S
                 if problem := self._nccl.problem():
                     self._fail(PeerError(f"NCCL reports that a rank is gone: {problem}"))
                     return
-            late = self._late(now)
-            if late is not None:
-                names = ", ".join(map(str, late.ranks))
+            overdue = self._overdue(now)
+            if overdue is not None:
+                names = ", ".join(map(str, overdue.ranks))
                 text = (
-                    f"{late.call}: not all of the ranks {names} came within {self._timeout_s:g} s; the communicator is "
-                    "unusable: create another"
+                    f"{overdue.call}: not all of the ranks {names} came within {self._timeout_s:g} s; the communicator "
+                    "is unusable: create another"
                 )
-                self._fail(CollectiveTimeoutError(text, ranks=late.ranks))
+                self._fail(CollectiveTimeoutError(text, ranks=overdue.ranks))
                 return
 
-    def _late(self, now: float) -> _Watched | None:
+    def _overdue(self, now: float) -> _Watched | None:
         passed = self._backend.side_streams.passed
         while self._watched and passed(self._watched[0].end):
             self._watched.popleft()
@@ -162,8 +162,8 @@ class NcclTransport(Transport):
             self._nccl.abort()
 
 
-def require_possible(uuids: Sequence[bytes]) -> None:
-    """Raise `BackendUnavailableError` if there is no NCCL, or if it refuses ranks because two have the same GPU."""
+def require_nccl(uuids: Sequence[bytes]) -> None:
+    """Raise `BackendUnavailableError` if there is no NCCL, or if it refuses the ranks because two have the same GPU."""
     reason = nccl.missing()
     if reason is not None:
         raise BackendUnavailableError(f"NCCL is {reason}")
@@ -173,11 +173,11 @@ def require_possible(uuids: Sequence[bytes]) -> None:
         )
 
 
-def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Return the result of ``act``, which another thread calls. Raises `CollectiveTimeoutError` when time is up.
+def run_with_timeout(act: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Run ``act`` on another thread, and return its result. Raises `CollectiveTimeoutError` after ``timeout_s``.
 
-    NCCL offers no other way out of a call that waits for a peer. The thread stays in the call, and ends with the
-    process.
+    NCCL offers no other way out of a call that waits for a peer. Then the thread stays in the call until the process
+    ends.
     """
     outcome: Future[T] = Future()
 
@@ -242,14 +242,14 @@ def choose_transport(
 
     Collective, with the same answer on all ranks. ``transfers`` carry messages of MPI.
 
-    Raises on all ranks alike: `InvalidUsageError` if MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` if
-    the engine that it names does not work.
+    Raises the same on all ranks: `InvalidUsageError` if MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError`
+    if the transport that it names does not work.
     """
     group, uuids = session.group, [place.device_uuid for place in session.placement.places]
     requests = group.allgather("MPICOMM_INTERNODE", environment.internode)
     require_same("MPICOMM_INTERNODE", requests)
 
-    def opened(name: str) -> Transport:
+    def open_transport(name: str) -> Transport:
         if name == "mapped":
             return MappedTransport(session, backend)
         if name == "mpi":
@@ -257,7 +257,7 @@ def choose_transport(
             return CudaAwareTransport(transfers, backend)
         if name == "pinned":
             return PinnedTransport(transfers, backend)
-        group.agree("engine nccl", lambda: require_possible(uuids))
+        group.agree("engine nccl", lambda: require_nccl(uuids))
         made: list[NcclTransport] = []
         try:
             group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
@@ -276,7 +276,7 @@ def choose_transport(
     rejected: dict[str, str] = {}
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
-            transport = opened(name)
+            transport = open_transport(name)
         except MpicommError as error:
             if group.broken is not None:
                 raise
@@ -286,7 +286,7 @@ def choose_transport(
         else:
             if group.rank == 0:
                 why = "; ".join(f"not {name}: {why}" for name, why in rejected.items())
-                say = logger.warning if name == "pinned" and rejected else logger.info
-                say("between peer domains: engine %s: %s", name, why or "as asked, or the best there is")
+                log = logger.warning if name == "pinned" and rejected else logger.info
+                log("between peer domains: engine %s: %s", name, why or "as asked, or the best there is")
             return transport, rejected
     raise AssertionError("the engine pinned works everywhere")

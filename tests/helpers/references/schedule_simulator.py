@@ -14,8 +14,8 @@ import numpy.typing as npt
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.domains.schedules import DEPTH, Schedule, carry_out, pieces_of
-from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step
+from mpicomm.domains.schedules import DEPTH, Schedule, pieces_of, run_pipeline
+from mpicomm.domains.steps import Combine, DomainLayout, DomainStep, NetworkStep, Pack, Step
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
 
@@ -104,7 +104,7 @@ class Cluster:
             steps.append(network_step)
             return lambda: steps.append(_Arrival(network_step))
 
-        carry_out(pieces, steps.append, start)
+        run_pipeline(pieces, steps.append, start)
         return steps
 
     def _rank(self, rank: int, steps: Sequence[Step | _Arrival]) -> Iterator[Exchange | NetworkStep]:
@@ -115,7 +115,7 @@ class Cluster:
                     memory.move(*copy)
             elif isinstance(step, Combine):
                 combine(memory, step)
-            elif isinstance(step, Local):
+            elif isinstance(step, DomainStep):
                 self.locals[rank] += 1
                 yield step.operation.one_shot(step.buffers)
             elif isinstance(step, NetworkStep):

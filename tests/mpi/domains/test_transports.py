@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -15,10 +17,11 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import CudaAwareTransport, Direct, PinnedTransport, Transfers
+from mpicomm.domains.mpi_transfers import CudaAwareTransport, DirectTransfer, PinnedTransport, Transfers
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
+from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.rigs.communicators import communicator
 
 WORLD = MPI.COMM_WORLD
@@ -131,6 +134,29 @@ def test_ranks_in_different_calls_name_both(rig: Rig) -> None:
             rig.transport.start(network_step, STREAM, call)()
 
 
+@pytest.mark.parametrize("rig", [PinnedTransport], indirect=True)
+def test_pinned_memory_stays_until_its_copy_is_done_after_an_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    array, short = rig.array(np.zeros(10, np.int32)), rig.array(np.zeros(6, np.int32))
+    if RANK == 0:
+        rig.transport.start(step_of({1: array}, {}), STREAM, CALL)()
+    elif RANK == 1:
+        take, taken, gate = rig.device.pinned, list[weakref.ref[Any]](), threading.Event()
+
+        def pinned(nbytes: int) -> Any:
+            memory = take(nbytes)
+            taken.append(weakref.ref(memory))
+            return memory
+
+        monkeypatch.setattr(rig.device, "pinned", pinned)
+        rig.device.enqueue(STREAM, lambda: gate.wait(HANG_S))
+        rig.transport.start(step_of({0: array}, {}), STREAM, CALL)  # its copy waits behind the gate
+        with pytest.raises(PeerError, match="rank 0 sends"):
+            rig.transport.start(step_of({}, {0: short}), STREAM + 1, CALL)()
+        assert taken[0]() is not None
+        gate.set()
+        rig.device.synchronize()
+
+
 @pytest.mark.parametrize("more", [4, -4])
 def test_another_length_is_an_error(rig: Rig, more: int) -> None:
     if RANK == 0:
@@ -143,7 +169,7 @@ def test_another_length_is_an_error(rig: Rig, more: int) -> None:
 
 def test_the_error_of_the_rank_that_is_awaited_arrives(rig: Rig) -> None:
     if RANK == 0:
-        rig.transport.tell(CollectiveTimeoutError("rank 7 did not come", ranks=[7]))
+        rig.transport.publish_error(CollectiveTimeoutError("rank 7 did not come", ranks=[7]))
     elif RANK == 1:
         array = rig.array(np.zeros(10, np.int32))
         finish = rig.transport.start(step_of({}, {0: array}), STREAM, CALL)
@@ -172,9 +198,9 @@ def test_a_late_message_is_not_written_after_its_receive_was_given_up(refused: b
     peer = OTHERS[0]
     if refused:
         with pytest.raises(MPI.Exception):
-            Direct(comm, step_of({peer: sent}, {peer: given_up}), 5)
+            DirectTransfer(comm, step_of({peer: sent}, {peer: given_up}), 5)
     else:
-        Direct(comm, step_of({}, {peer: given_up}), 5).give_up()
+        DirectTransfer(comm, step_of({}, {peer: given_up}), 5).cancel()
     comm.Barrier()
     for rank in OTHERS if RANK == 0 else [0] * (RANK == 1):  # this is the first other rank of these ranks
         comm.Send(np.full(10, 7, np.int32), rank, 5)

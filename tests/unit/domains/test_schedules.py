@@ -83,7 +83,7 @@ def in_pieces_of(nbytes: int) -> Iterator[None]:
     """Let long calls go in pieces of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedules, "PIECE_NBYTES", nbytes)
-        patch.setattr(schedules, "SHORTEST_NBYTES", min(schedules.SHORTEST_NBYTES, nbytes // 16))
+        patch.setattr(schedules, "MIN_PIECE_NBYTES", min(schedules.MIN_PIECE_NBYTES, nbytes // 16))
         yield
 
 
@@ -221,7 +221,7 @@ def test_steps_and_bytes_of_a_call(
     most_nbytes: int | None,
 ) -> None:
     """``network`` are the network steps of the ranks of the first domain and of others, at most."""
-    monkeypatch.setattr(schedules, "SHORTEST_NBYTES", 4 << 10)
+    monkeypatch.setattr(schedules, "MIN_PIECE_NBYTES", 4 << 10)
     ends = [0, *itertools.accumulate(sizes)]
     cluster, size = Cluster([[*range(*each)] for each in itertools.pairwise(ends)]), ends[-1]
     of_blocks = name in ("Allgather", "Reduce_scatter_block")
