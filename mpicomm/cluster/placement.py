@@ -29,7 +29,6 @@ from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.log import logger
 
 SECRET_NBYTES = 32
-_MAX_SUBSETS = 64  # that are kept
 
 _assigned: list[bytes] = []
 """UUID of the GPU that "auto" has assigned to this process, if it has. A rank keeps this GPU in all its communicators,
@@ -106,7 +105,6 @@ class Placement:
             (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
         )
         self.local_rank = self.node_ranks.index(rank)
-        self._subsets: dict[tuple[int, ...], Placement] = {}
 
     @cached_property
     def row_header(self) -> RowHeader:
@@ -166,21 +164,11 @@ class Placement:
         return self.domain_ranks.index(rank)
 
     def subset(self, ranks: Sequence[int]) -> Placement:
-        """Return the placement of a communicator of some of these ranks, among them this rank; local.
-
-        The placement is kept, because programs make communicators of the same ranks repeatedly, and those share a row
-        header.
-        """
+        """Return the placement of a communicator of some of these ranks, among them this rank; local."""
         numbers = tuple(ranks)
         if numbers == tuple(range(len(self.places))):
             return self
-        found = self._subsets.get(numbers)
-        if found is None:
-            if len(self._subsets) >= _MAX_SUBSETS:
-                self._subsets.clear()
-            places = [self.places[rank] for rank in numbers]
-            found = self._subsets[numbers] = Placement(places, numbers.index(self.rank))
-        return found
+        return Placement([self.places[rank] for rank in numbers], numbers.index(self.rank))
 
     def create_backend(self) -> HostBackend | GpuBackend:
         """Open this rank's device and return it; local. Raises `BackendUnavailableError` or `HandleError`."""

@@ -181,7 +181,7 @@ class SetUp:
             raise
 
     def await_some(self, what: str, ranks: Sequence[int]) -> bool:
-        """Wait until these ranks have called ``what``, among them this rank. Return False at once before `set_up`.
+        """Wait until these ranks, among them this one, have called ``what``. Return False at once before `set_up`.
 
         Collective over the ranks. Raises as `Group.allgather`. After an error all later calls of this rank raise,
         because a call with other ranks could take the message of a late rank for one of its own.
@@ -204,7 +204,7 @@ class SetUp:
 
     @contextlib.contextmanager
     def without_deadline(self) -> Iterator[None]:
-        """Give a ``with`` block in which this rank waits for the others as long as MPI does, also in `set_up`."""
+        """Open a ``with`` block in which this rank waits for the others as long as MPI does, also in `set_up`."""
         self._has_no_deadline = True
         for group in self._groups:
             group.timeout_s = _NO_DEADLINE_S
@@ -229,7 +229,7 @@ class SetUp:
             )
 
     def gpu(self, operation: str) -> GpuBackend:
-        """Return this rank's GPU, which opens if it is not open yet. Local.
+        """Return this rank's GPU, which it opens if it is not open yet. Local.
 
         Raises `InvalidUsageError` if the communicator is on the cpu, was freed or is suspended. Raises `HandleError` or
         `BackendUnavailableError` if the device cannot be opened.
@@ -253,14 +253,12 @@ class SetUp:
     def links(self) -> tuple[Link, ...]:
         """Return this rank's link to the memory of each rank, after `set_up`; local."""
         placement = self.placement
-        return tuple(
-            Link("self")
-            if rank == placement.rank
-            else self.backend.link(place.device_uuid, self.kind)
-            if rank in placement.node_ranks
-            else Link("other node")
-            for rank, place in enumerate(placement.places)
-        )
+        links = [Link("other node")] * len(placement.places)
+        links[placement.rank] = Link("self")
+        for rank in placement.node_ranks:
+            if rank != placement.rank:
+                links[rank] = self.backend.link(placement.places[rank].device_uuid, self.kind)
+        return tuple(links)
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory that this communicator has set up on this rank, by purpose. Local."""
@@ -272,12 +270,12 @@ class SetUp:
     def require_usable(self, what: object) -> None:
         """Raise if the communicator was freed, is suspended, or is broken; after `set_up`. Local and cheap.
 
-        ``what`` becomes text, the call in words, only for an error.
+        ``what`` is formatted only for an error.
         """
         if self._is_unusable:
             self._require_open(what)
         for group in self._groups:
-            # `require_intact` has these two checks, too. They save a call of it, because every known call comes here.
+            # `require_intact` makes these two checks, too. Here they save a call, because every known call comes here.
             if process.is_forked or group.broken is not None:
                 group.require_intact(what)
         self.backend.check()
@@ -292,8 +290,8 @@ class SetUp:
     def call_by_mpi(self, rank: int) -> str:
         """Return the call by MPI of a rank that has not come to this rank's call; "" if it is only late.
 
-        Local. MPI carries out most calls on the host, and tells no other rank of them. But each process describes them
-        on its page for the doctor, which ranks of the same node and container can read, in milliseconds.
+        Local. MPI carries out most calls on the host, without notice to other ranks. But each process publishes them on
+        its page for the doctor, which ranks of the same node and container can read, in milliseconds.
         """
         if rank not in self.placement.node_ranks or rank == self.placement.rank:
             return ""
@@ -307,13 +305,13 @@ class SetUp:
         return f"{calls.last} by MPI"
 
     def absence_reason(self, ranks: Sequence[int]) -> str:
-        """Return a text that names the calls by MPI of ``ranks``, which have not come; "" if they are only late."""
+        """Return a text that names the calls by MPI in which missing ``ranks`` are; "" if they are only late."""
         calls = [(rank, self.call_by_mpi(rank)) for rank in ranks]
         return "; ".join(f"rank {rank} is in {call}, or has left it" for rank, call in calls if call)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the driver has the memory. The same on all ranks."""
+        """Whether device memory is freed until `resume`. The same on all ranks."""
         return self._suspension is not None
 
     def shorten_deadline(self, limit_s: float) -> None:
@@ -344,10 +342,10 @@ class SetUp:
             self.device_tracer = DeviceTracer(self.tracer, backend)
 
     def _open(self, private: MPI.Intracomm, group: Group, *, is_first: bool = False) -> None:
-        """Open the device of every rank, and take over ``private`` and ``group``. Collective.
+        """Open the device of every rank, and own ``private`` and ``group``. Collective.
 
-        The ``is_first`` of its ranks chooses the handle kinds. If a rank fails, all ranks close a device that this has
-        opened.
+        The first communicator of its ranks, ``is_first``, chooses the handle kinds. If a rank fails, all ranks close a
+        device that this call has opened.
         """
         had_device = self._has_device
         try:
@@ -380,9 +378,9 @@ class SetUp:
 def _private_group(
     comm: MPI.Intracomm, what: str, limit_s: float, absence_reason: Callable[[Sequence[int]], str] = lambda ranks: ""
 ) -> Iterator[tuple[MPI.Intracomm, Group]]:
-    """Give a ``with`` block a private copy of ``comm``, and the group of its ranks. Collective.
+    """Open a ``with`` block with a private copy of ``comm``, and the group of its ranks. Collective.
 
-    The copy is freed if the block raises on all ranks alike. With a rank missing, that would wait for ever.
+    The copy is freed if the block raises on all ranks. With a rank missing, that would wait for ever.
     """
     private = private_copy(comm, what, limit_s, absence_reason)
     group = Group(private, range(private.size), limit_s)
