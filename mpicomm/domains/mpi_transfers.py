@@ -45,6 +45,7 @@ class Transfers:
         self._peers = peers
         self._call_log = call_log
         self._active: list[DirectTransfer] = []
+        self._awaited_by: dict[int, list[int]] = {}  # by ranks that have waited for their deadline
         self._error_published = False
         self.has_stray_messages = False
         """Whether messages of a call that this rank has given up may be in flight, or in no receive."""
@@ -116,6 +117,8 @@ class Transfers:
             for rank in transfer.sources() | transfer.targets():
                 if self.comm.Iprobe(rank, _ERROR_TAG):
                     raise self._cancel_all(self.comm.recv(None, rank, _ERROR_TAG))
+                while self.comm.Iprobe(rank, _WAIT_TAG):
+                    self._awaited_by[rank] = self.comm.recv(None, rank, _WAIT_TAG)
             for rank in sorted(transfer.sources()):
                 first = MPI.Status()
                 if not self.comm.Iprobe(rank, MPI.ANY_TAG, first) or first.tag in (own_tag, _WAIT_TAG, _ERROR_TAG):
@@ -130,6 +133,7 @@ class Transfers:
             # The awaited ranks may wait themselves. Then they send this at about the same time.
             self._send_to_peers(sorted(transfer.sources() or transfer.targets()), _WAIT_TAG)
             if wait_until(done, GRACE_S, poll_errors):
+                self._send_to_peers([], _WAIT_TAG)
                 return
             missing = self._missing(transfer.sources() or transfer.targets())
         except MPI.Exception as error:  # Open MPI with ULFM refuses to probe for messages of a rank that is gone
@@ -146,9 +150,7 @@ class Transfers:
 
     def _missing(self, ranks: Iterable[int]) -> list[int]:
         """Return the missing ranks: for an awaited rank that waits itself, the ranks for which it waits."""
-        missing: set[int] = set()
-        for rank in ranks:
-            missing.update(self.comm.recv(None, rank, _WAIT_TAG) if self.comm.Iprobe(rank, _WAIT_TAG) else [rank])
+        missing = {each for rank in ranks for each in self._awaited_by.get(rank) or [rank]}
         return sorted(missing - {self.comm.rank} or set(ranks))
 
     def _mismatch(self, call: Signature, rank: int, tag: int) -> PeerError:

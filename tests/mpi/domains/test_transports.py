@@ -15,11 +15,12 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.domains import mapped
+from mpicomm.domains import mapped, mpi_transfers
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import CudaAwareTransport, DirectTransfer, PinnedTransport, Transfers
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.waiting import wait_until
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.rigs.communicators import communicator
@@ -122,6 +123,24 @@ def test_a_rank_that_does_not_come_is_named(rig: Rig) -> None:
     with pytest.raises(CollectiveTimeoutError, match=rf"rank {SIZE - 1} did not arrive within 0.5 s") as raised:
         finish()
     assert raised.value.ranks == (SIZE - 1,)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("timeout_s", [0.3])
+def test_a_rank_whose_wait_has_ended_in_the_grace_is_named_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for rank 2, which comes late but in time. Later rank 1 waits for rank 0."""
+    array, transfers = rig.array(np.zeros(10, np.int32)), cast(Any, rig.transport).transfers
+    if RANK == 0:
+        monkeypatch.setattr(mpi_transfers, "GRACE_S", HANG_S)
+        rig.transport.start(step_of({}, {2: array}), STREAM, CALL)()
+    elif RANK == 2:
+        assert wait_until(lambda: transfers.comm.Iprobe(0, mpi_transfers._WAIT_TAG), HANG_S)
+        rig.transport.start(step_of({0: array}, {}), STREAM, CALL)()
+    WORLD.Barrier()
+    if RANK == 1:
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 did not arrive") as raised:
+            rig.transport.start(step_of({}, {0: array}), STREAM, CALL)()
+        assert raised.value.ranks == (0,)
 
 
 def test_ranks_in_different_calls_name_both(rig: Rig) -> None:
