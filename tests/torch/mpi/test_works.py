@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -133,22 +134,16 @@ def _switching() -> Iterator[None]:
 @pytest.mark.host_alone
 @pytest.mark.usefixtures("_switching")
 def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
-    for _ in range(200):
-        work = HostWork(CallQueue("queue"), lambda: None, [], "call")
-        futures: list[torch.futures.Future[list[torch.Tensor]]] = []
-        both = threading.Barrier(2)
+    def ask(work: HostWork, both: threading.Barrier) -> torch.futures.Future[list[torch.Tensor]]:
+        both.wait()
+        return work.get_future()
 
-        def ask(work: HostWork = work, futures: list = futures, both: threading.Barrier = both) -> None:  # type: ignore[type-arg]
-            both.wait()
-            futures.append(work.get_future())
-
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        work.run()
-        assert all(future.done() for future in futures)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(200):
+            work = HostWork(CallQueue("queue"), lambda: None, [], "call")
+            futures = [*threads.map(ask, [work] * 2, [threading.Barrier(2)] * 2)]
+            work.run()
+            assert all(future.done() for future in futures)
 
 
 @pytest.mark.host_alone
