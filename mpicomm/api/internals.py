@@ -45,7 +45,7 @@ class Internals:
         Raises as `SetUp.gpu`; ``what`` names the call in errors.
         """
         backend = self._session.gpu(what)
-        backend.lasting_streams.add(stream)
+        backend.permanent_streams.add(stream)
         marks: SideStreams = backend.side_streams
         return marks
 

@@ -140,7 +140,7 @@ class Engines:
         transfers = self._transfers_of(session, layout, self._call_logs[session.domain])
         backend = session.gpu("collectives")
         # Not in `backend.loading()`, because the first signal enters this block to load its kernel.
-        transport, rejected = choose_transport(session, backend, transfers, engine.give_up)
+        transport, rejected = choose_transport(session, backend, transfers, engine.abort)
         self._internode = transport.name, rejected
         return session.keep(DomainsEngine(layout, engine, backend, transport))
 

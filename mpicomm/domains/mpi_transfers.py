@@ -283,7 +283,7 @@ class PinnedTransport(CudaAwareTransport):
 
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
         super().__init__(transfers, backend)
-        self.out, self.into = backend.side_streams.take(), backend.side_streams.take()
+        self.out, self.into = backend.side_streams.acquire(), backend.side_streams.acquire()
         self.outgoing: deque[tuple[InFlightMessage, int]] = deque()
         """Chunks that MPI does not have yet, and their tags. MPI gets them in this order, because the messages of a
         call have one tag."""
@@ -294,8 +294,8 @@ class PinnedTransport(CudaAwareTransport):
         """See `Transport`; the function that it returns blocks until the network messages have arrived."""
         side = self.backend.side_streams
         behind = side.mark(stream)
-        side.follow(self.out, behind)  # this stream reads memory that earlier work writes
-        side.follow(self.into, behind)  # this stream overwrites memory that earlier work may read
+        side.wait_event(self.out, behind)  # this stream reads memory that earlier work writes
+        side.wait_event(self.into, behind)  # this stream overwrites memory that earlier work may read
         wait = self.transfers.start(network_step, call, partial(_PinnedTransfer, self))
 
         def finish() -> None:
@@ -309,7 +309,7 @@ class PinnedTransport(CudaAwareTransport):
     def close(self) -> None:
         self.copying.clear()
         for stream in (self.out, self.into):
-            self.backend.side_streams.give_back(stream)
+            self.backend.side_streams.release(stream)
 
 
 class _PinnedTransfer(DirectTransfer):
@@ -335,7 +335,7 @@ class _PinnedTransfer(DirectTransfer):
 
     def progress(self) -> bool:
         """Send the chunks that are in pinned memory, and copy the chunks that have arrived; see `DirectTransfer`."""
-        passed = self._backend.side_streams.passed
+        passed = self._backend.side_streams.is_done
         outgoing, copying = self._transport.outgoing, self._transport.copying
         while copying and passed(copying[0][0]):
             copying.popleft()

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.cuda.stream_threads import SideStream, beside
+from mpicomm.devices.cuda.stream_threads import SideStream, synchronized_side_stream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
@@ -152,22 +152,22 @@ class Messages:
                 streams = device.side_streams
                 # A delivery that waits for its stream would also wait for the user's work, and this thread would
                 # complete no other request.
-                while mark is not None and buffer.waits_for_stream and not streams.passed(mark):
+                while mark is not None and buffer.waits_for_stream and not streams.is_done(mark):
                     yield False
                 # The copies may wait for the sender. On the user's stream they would hold up its later work, and other
                 # receives.
-                side = streams.take(mark)
+                side = streams.acquire(mark)
                 try:
                     buffer.deliver(side)
                     delivered = device.completion(side)
                 except BaseException:
-                    streams.give_back(side)
+                    streams.release(side)
                     raise
                 while not delivered():
                     yield False
                 # `delivered` has seen the event behind the last work of the stream. If the stream came back before, the
                 # copies of the next receive could wait there for this sender.
-                streams.give_back(side, is_idle=True)
+                streams.release(side, is_idle=True)
             if buffer.staging is not None:
                 self._release_staging(buffer.staging, buffer)
             yield True
@@ -280,7 +280,7 @@ class Messages:
         if seen.Get_count(_byte) == HEADER_NBYTES:
             found = rendezvous.resolve_header(staging.content, seen)
         peer_slot, arrived = (None, 0) if found is None else found
-        if peer_slot is None or arrived > capacity or device.waits_beside(resolved, receive):
+        if peer_slot is None or arrived > capacity or device.needs_side_stream(resolved, receive):
             endpoint = Endpoint("Sendrecv", receive, received[0], capacity, resolved, device, True)
             self._complete_receive(
                 ReceiveBuffer("flat", rendezvous, capacity, received[0], staging, None, endpoint), seen
@@ -354,10 +354,10 @@ class Messages:
                 # No earlier work of the user must precede copies into host memory, so they have their own stream.
                 with SideStream(device.side_streams) as copies:
                     buffer.deliver(copies)
-            elif device.waits_beside(
+            elif device.needs_side_stream(
                 endpoint.stream, endpoint.spec if endpoint.operand is None else array_of(endpoint.spec)
             ):
-                with beside(device, endpoint.stream, mark) as copies:
+                with synchronized_side_stream(device, endpoint.stream, mark) as copies:
                     buffer.deliver(copies)
             elif mark is not None:
                 with SideStream(device.side_streams, mark) as copies:

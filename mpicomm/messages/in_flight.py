@@ -104,7 +104,7 @@ class InFlight:
         self._done = self._device.pinned(DONE).view(np.uint64).reshape(-1, MESSAGE_WORDS)
         self._done[:] = 0  # so that a line which no copy has reached counts as in flight
         self._copy = self._done.ctypes.data
-        self._stream = self._device.side_streams.take()  # the device destroys it with all side streams
+        self._stream = self._device.side_streams.acquire()  # the device destroys it with all side streams
 
     def __len__(self) -> int:
         return len(self._slots)

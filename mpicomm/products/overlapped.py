@@ -110,7 +110,7 @@ class OverlappedProducts:
         request = Request("products", 1 << (_shared_nbytes(problem, cut) - 1).bit_length())
         scratch_nbytes = problem.rows * problem.row_nbytes if problem.kind == "matmul_reduce_scatter" else 0
         algorithm = AlgorithmChoice("overlap", choice.why)
-        return self._engine.prepare_own(operands.text, algorithm, request, scratch_nbytes, steps), own
+        return self._engine.prepare_custom(operands.text, algorithm, request, scratch_nbytes, steps), own
 
     def _steps(self, actions: Iterable[Action], operands: Operands, domain: Domain) -> Iterator[Step]:
         tag = zlib.crc32(operands.text.encode())

@@ -64,7 +64,7 @@ class StreamWork(Work):
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         streams = self.streams
         current = current_stream(streams.gpu)
-        streams.marks.follow(current, self)
+        streams.marks.wait_event(current, self)
         kept = self.kept
         if kept is not None and kept[0] == current:
             self.kept = None
@@ -89,7 +89,7 @@ class StreamWork(Work):
             self.streams.idle.append(self.ptr)
 
     def is_completed(self) -> bool:
-        if not self.streams.marks.passed(self):
+        if not self.streams.marks.is_done(self):
             return False
         self.kept = None
         if self._error is None:
@@ -204,7 +204,7 @@ class Streams:
                 self.enqueue(call, args, overlap=True)
             else:
                 assert self._plans is not None
-                self._plans.enqueue_on(plan, self._address, noted=True)
+                self._plans.enqueue_on(plan, self._address, is_user=True)
             for tensor in tensors:
                 tensor.record_stream(stream)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.by_address:
@@ -230,12 +230,12 @@ class Streams:
         if dtype.is_complex:  # views of complex memory may be conjugated
             return None
         key = tensor.data_ptr(), tensor.numel(), dtype, hash(op)
-        plan = plans.find_again(key)
+        plan = plans.find_by_key(key)
         if plan is None:
             plan = call.find_plan(plans, (tensor, op, "tensor", None))
             if plan is None:
                 return None
-            plans.remember(key, plan)
+            plans.add_by_key(key, plan)
         return self.future(call, (), tensor, (tensor,), overlap=True, plan=plan)
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -256,7 +256,7 @@ class Streams:
         """Let the pool reuse the memory of ``tensors`` only after the work that the group's stream has now."""
         if not torch.cuda.is_current_stream_capturing():  # both streams capture, or none
             # This is no method of a work, because a work keeps the tensors.
-            self._pool.record_use(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
+            self._pool.record_use(tensors, partial(self.marks.wait_event, mark=self.marks.mark(self._address)))
 
 
 @dataclass

@@ -36,7 +36,7 @@ class AccessOrder:
     def before_access(self, stream: int, *, captures: bool) -> None:
         """Let ``stream``, on which an access goes next, follow the last synchronisation."""
         if self._mark is not None and stream != self._stream and stream not in self._followed and not captures:
-            self._backend.side_streams.follow(stream, self._mark)
+            self._backend.side_streams.wait_event(stream, self._mark)
             self._followed.add(stream)
 
     def after_access(self, stream: int, *, captures: bool) -> None:
@@ -55,13 +55,13 @@ class AccessOrder:
         if captures:
             return
         for mark in self._accesses.values():
-            self._backend.side_streams.follow(stream, mark)
+            self._backend.side_streams.wait_event(stream, mark)
         if stream == self._stream:
             return
         if self._accessed_here:
             self._backend.side_streams.wait_stream(stream, self._stream)
         elif self._mark is not None:
-            self._backend.side_streams.follow(stream, self._mark)
+            self._backend.side_streams.wait_event(stream, self._mark)
 
     def after_synchronisation(self, stream: int, *, captures: bool) -> None:
         """Record a synchronisation that is enqueued on ``stream``."""

@@ -132,13 +132,13 @@ class Steps:
         backend = self._backend
         row_nbytes = kernels.ROW_WORDS * kernels.WORD_NBYTES
         rows = backend.pinned(kernels.ROWS_OF_COUNTS * row_nbytes)
-        stream = backend.side_streams.take()
+        stream = backend.side_streams.acquire()
         try:
             start = self._boards[self._rank] + count[0] * kernels.ROWS_OF_COUNTS * row_nbytes
             backend.copy(rows.ctypes.data, start, rows.nbytes, stream)
             backend.synchronize(stream)
         finally:
-            backend.side_streams.give_back(stream)
+            backend.side_streams.release(stream)
         inbox, _, expected = rows.view(np.int64).reshape(kernels.ROWS_OF_COUNTS, kernels.ROW_WORDS)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 

@@ -171,14 +171,14 @@ def test_a_wait_holds_its_stream(backend: CudaBackend, words: Words) -> None:
 
 def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     streams, first = backend.side_streams, new_stream()
-    waiting = streams.take(streams.mark(first.ptr))
+    waiting = streams.acquire(streams.mark(first.ptr))
     steps = backend.message_steps()
     steps.wait(waiting, ready=words.lines, done=words.lines + LINE_NBYTES, count=7, blocks=1, peer=0)
-    streams.give_back(waiting)
-    other = streams.take()
+    streams.release(waiting)
+    other = streams.acquire()
     assert other != waiting  # the stream is still at work
     first_waits = streams.mark(waiting)
-    streams.follow(first.ptr, first_waits)
+    streams.wait_event(first.ptr, first_waits)
     time.sleep(0.05)
     assert not first.done
     steps.announce(other, ready=words.lines, count=6)
@@ -188,8 +188,8 @@ def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     steps.announce(other, ready=words.lines, count=1)
     backend.synchronize(first.ptr)
     backend.check()
-    streams.give_back(other)
-    assert streams.take() in (waiting, other)
+    streams.release(other)
+    assert streams.acquire() in (waiting, other)
     assert not backend.is_capturing(first.ptr)
 
 

@@ -216,7 +216,7 @@ class CallMemory:
         self._arena = arena
         self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the smallest request that failed
 
-    def different(self, *, wait: bool) -> list[str]:
+    def differing_calls(self, *, wait: bool) -> list[str]:
         """Return the text of each rank's call if the ranks called different things; else an empty list.
 
         A rank that has not come may be in a call by MPI instead.
@@ -240,7 +240,7 @@ class CallMemory:
         wait_until(lambda: not missing() or self._call_log.differ(), self._node.timeout_s)
         behind = [self._node.ranks[index] for index in missing()]
         differ = self._call_log.differ()
-        different = self.different(wait=differ) if differ or behind else []
+        different = self.differing_calls(wait=differ) if differ or behind else []
         error: CollectiveTimeoutError | PeerError
         if different:
             error = called_differently(different, self._node.ranks)
@@ -253,7 +253,7 @@ class CallMemory:
         self._backend.fail(error)
         raise error
 
-    def provide_for_call(
+    def choose_and_reserve(
         self, decision: Decision, longest: int, words: str, memory: Mapped | None
     ) -> tuple[Chosen, AlgorithmChoice, str]:
         """Choose the launcher of a call, post the call, and set up the launcher's memory.
@@ -262,7 +262,7 @@ class CallMemory:
         Return the choice, its record, and the text with the place in memory. If the ranks cannot set up memory for an
         algorithm of "auto", they take another one and log a warning. Raises `NoMemoryError` on all ranks.
         """
-        operation, size, asked = decision.form.operation, decision.form.size, decision.asked
+        operation, size, requested = decision.form.operation, decision.form.size, decision.requested
         symmetric, slow = memory is not None, ""
         without: frozenset[str] = frozenset()
         chosen = first = decision.at(longest, symmetric=symmetric)
@@ -270,15 +270,15 @@ class CallMemory:
             requests = chosen.launcher.memory(longest, symmetric=symmetric)
             text = with_place(words, memory) if chosen.launcher.into_memory and memory is not None else words
             try:
-                self.provide(requests, text)
+                self.reserve(requests, text)
                 return chosen, AlgorithmChoice(chosen.choice.algorithm, first.choice.why, slow), text
             except NoMemoryError as error:
                 name = chosen.choice.algorithm
                 # A call of one hop goes there at once, because a buffer with gaps has to stay in place. Chunks need it
                 # packed, and other ranks do not know whether this rank has gaps.
-                only_hop = asked == "auto" and operation.two_shot is None
+                only_hop = requested == "auto" and operation.two_shot is None
                 in_inboxes = size > 1 and (name == "one_shot" or only_hop)
-                if not in_inboxes and (asked != "auto" or name == "one_shot"):
+                if not in_inboxes and (requested != "auto" or name == "one_shot"):
                     raise
                 slow = f"memory is short for {name!r}: {error}"
                 if in_inboxes:
@@ -290,7 +290,7 @@ class CallMemory:
                     chosen = decision.at(longest, symmetric=symmetric, without=without)
                 log_once(logger.warning, f"{operation} runs slower, {way}, because memory is short: {error}")
 
-    def provide(self, requests: Sequence[Request], text: str | None = None) -> None:
+    def reserve(self, requests: Sequence[Request], text: str | None = None) -> None:
         """Post a call, and set up the memory for its requests that is not there. Collective if some is not there.
 
         Raises `NoMemoryError` on all ranks if such memory exceeds the bound or failed before. This comes before the

@@ -108,7 +108,7 @@ def enqueuers_of(template: KernelTemplate, loader: StepLoader) -> Callable[[Fill
     return enqueue_of
 
 
-def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
+def in_sequence(steps: Sequence[Enqueue]) -> Enqueue:
     """Return a function that enqueues steps one after the other."""
 
     def enqueue(stream: int) -> None:
@@ -132,15 +132,15 @@ ByLength = tuple[list[int], list[Chosen]]
 
 
 class Decision:
-    """The launchers for the calls of a form in a domain. ``asked`` is ``algorithm=``.
+    """The launchers for the calls of a form in a domain. ``requested`` is ``algorithm=``.
 
-    Raises `InvalidUsageError` with the algorithm's reason if ``asked`` cannot carry out calls of this form, and for a
-    reduction that is not defined.
+    Raises `InvalidUsageError` with the algorithm's reason if ``requested`` cannot carry out calls of this form, and for
+    a reduction that is not defined.
     """
 
-    def __init__(self, form: Form, asked: str, tuning: Tuning, domain: Domain, loader: StepLoader) -> None:
+    def __init__(self, form: Form, requested: str, tuning: Tuning, domain: Domain, loader: StepLoader) -> None:
         self.form = form
-        self.asked = asked
+        self.requested = requested
         self.domain = domain
         self._loader = loader
         self._tuning = tuning
@@ -149,7 +149,7 @@ class Decision:
         refusals: dict[str, str] = {}
         for algorithm in ALGORITHMS:
             # "one_shot" carries out the calls with nothing to choose.
-            may_be_taken = algorithm.in_rank_order if asked == "auto" else algorithm.name in (asked, "one_shot")
+            may_be_taken = algorithm.in_rank_order if requested == "auto" else algorithm.name in (requested, "one_shot")
             if may_be_taken and algorithm.serves(form.operation):
                 offered: Sequence[FormLauncher] | str = "it does not support wire_dtype"
                 if form.wire is None or algorithm.quantizes:
@@ -160,8 +160,10 @@ class Decision:
                     self._offers += [(algorithm.name, launcher) for launcher in offered]
         offering = {name for name, _ in self._offers}
         self._refusals = {name: reason for name, reason in refusals.items() if name not in offering}
-        if asked in self._refusals:
-            raise InvalidUsageError(f'algorithm="{asked}" of {form.operation}: {self._refusals[asked]}: use "auto"')
+        if requested in self._refusals:
+            raise InvalidUsageError(
+                f'algorithm="{requested}" of {form.operation}: {self._refusals[requested]}: use "auto"'
+            )
         self.by_length = cache(self._by_length)
         self._chosen = cache(self._chosen_of)
 
@@ -181,7 +183,7 @@ class Decision:
         if isinstance(launcher, KernelTemplate):
             return Chosen(launcher, AlgorithmChoice(name, why), enqueuers_of(launcher, self._loader))
         loader = self._loader
-        return Chosen(launcher, AlgorithmChoice(name, why), lambda filled: in_turn(loader.enqueuers(filled[0])))
+        return Chosen(launcher, AlgorithmChoice(name, why), lambda filled: in_sequence(loader.enqueuers(filled[0])))
 
     def steps(
         self,
@@ -205,7 +207,7 @@ class Decision:
     def followed(self, enqueue: Enqueue, *call: Any) -> Enqueue:
         """Return a function that enqueues a call, and then its steps of `_after`."""
         steps = self._after(*call)
-        return in_turn([enqueue, *self._loader.enqueuers(steps)]) if steps else enqueue
+        return in_sequence([enqueue, *self._loader.enqueuers(steps)]) if steps else enqueue
 
     def _after(
         self, chosen: Chosen, lengths: list[int], begins: list[int], output: int, epilogue: BoundEpilogue | None
@@ -224,9 +226,9 @@ class Decision:
 
     def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:
         """Return all choices of `at`; ``symmetric`` and ``without`` are as there."""
-        form, is_single, is_asked = self.form, self.domain.size == 1, self.asked != "auto"
-        listed = taken = [(0, self.asked)]
-        if not is_asked:
+        form, is_single, is_named = self.form, self.domain.size == 1, self.requested != "auto"
+        listed = taken = [(0, self.requested)]
+        if not is_named:
             listed, taken = self._table((), symmetric), self._table((*without, *self._refusals), symmetric)
         offers = [each for each in self._offers if symmetric or not each[1].needs_symmetric_output]
         bounds = {1, *(begin for begin, _ in (*listed, *taken))}
@@ -239,10 +241,10 @@ class Decision:
             why = "by the table" + (f", without {first}: {self._refusals[first]}" if first in self._refusals else "")
             if is_single or form.is_private or begin == 0:
                 name, why = "one_shot", "there is nothing to choose"
-            if is_asked:
-                why = f'algorithm="{self.asked}"'
+            if is_named:
+                why = f'algorithm="{self.requested}"'
             launchers = {its: each for its, each in reversed(offers) if each.fewest <= begin <= each.most}
-            if form.epilogue is not None and name not in (self.asked, "one_shot") and not launchers[name].finishes:
+            if form.epilogue is not None and name not in (self.requested, "one_shot") and not launchers[name].finishes:
                 # One more kernel takes longer than any of the other algorithms.
                 finishing = [each for each in reversed(names) if each in launchers and launchers[each].finishes]
                 if finishing:

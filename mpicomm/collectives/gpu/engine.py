@@ -60,7 +60,7 @@ class DeviceEngine:
     and peer domains, because the containers of one machine count as nodes. Calls take at most ``most_nbytes`` of memory
     beyond the arena. Both numbers are the same on all ranks.
 
-    The top of each algorithm's kernel explains how the ranks meet, and why they cannot wait for each other in a circle.
+    The top of each algorithm's kernel explains how the ranks meet, and why they cannot deadlock.
     """
 
     def __init__(
@@ -110,18 +110,19 @@ class DeviceEngine:
         self._plans: WeakSet[Plan] = WeakSet()  # weak, because the callers who enqueue plans keep them alive
         self._ordinal = backend.info.ordinal
         with backend.current():
-            self._order = StreamOrder(backend.current, backend.lasting_streams)
+            self._order = StreamOrder(backend.current, backend.permanent_streams)
             self._kernels = kernels_of(backend.info)
             self._loader = StepLoader(backend, self._kernels)
         self.completions = self._order.completions
-        backend.calls = self._memory.different
+        backend.differing_calls = self._memory.differing_calls
 
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
-        """Return the plan of this rank's part of a read call, for any number of launches; ``asked`` is ``algorithm=``.
+    def prepare_call(self, call: Call, mappings: Mappings, requested: str) -> Plan:
+        """Return the plan of this rank's part of a read call, for any number of launches.
 
-        ``mappings`` are the symmetric arrays. Collective if the call needs more memory than all earlier calls, else
-        local. This posts the call to the call log, so the first `enqueue` of the plan does not. If the ranks cannot set
-        up memory for an algorithm of "auto", they take another algorithm and log a warning.
+        ``mappings`` are the symmetric arrays, and ``requested`` is ``algorithm=``. Collective if the call needs more
+        memory than all earlier calls, else local. This posts the call to the call log, so the first `enqueue` of the
+        plan does not. If the ranks cannot set up memory for an algorithm of "auto", they take another algorithm and log
+        a warning.
 
         Raises `InvalidUsageError` for an algorithm that cannot carry out the call and for a reduction that is not
         defined, and as ``share`` does. The first use of a reduction compiles its kernel, which takes about a second
@@ -136,7 +137,7 @@ class DeviceEngine:
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        decision, buffers, blocks, scratch = self._decided(call, asked, symmetric=memory is not None)
+        decision, buffers, blocks, scratch = self._decided(call, requested, symmetric=memory is not None)
         before, after = blocks.launches(self._backend, scratch)
         call_facts = str(signature), signature.hash32
         plan = self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
@@ -144,14 +145,14 @@ class DeviceEngine:
             plan.template_of = partial(template_of, call, decision, mappings, self._scratch)
         return plan
 
-    def prepare_step(self, operation: Operation, buffers: Buffers, call: tuple[str, int], asked: str) -> Plan:
+    def prepare_step(self, operation: Operation, buffers: Buffers, call: tuple[str, int], requested: str) -> Plan:
         """Return the plan of a collective of this domain that is a step of a larger call; else as `prepare_call`.
 
         ``call`` are the text and the hash of the larger call.
         """
-        return self._prepare(self._decision(Form.of_buffers(operation, buffers), asked), buffers, call)
+        return self._prepare(self._decision(Form.of_buffers(operation, buffers), requested), buffers, call)
 
-    def _decided(self, call: Call, asked: str, *, symmetric: bool) -> tuple[Decision, Buffers, CallBlocks, int]:
+    def _decided(self, call: Call, requested: str, *, symmetric: bool) -> tuple[Decision, Buffers, CallBlocks, int]:
         """Return the decision of a read call, its memory, its blocks, and the address of scratch memory.
 
         ``symmetric`` is whether the output of all ranks is symmetric memory.
@@ -161,19 +162,19 @@ class DeviceEngine:
             scratch = self._scratch.of(blocks.nbytes)
             buffers = call.buffers(scratch, blocks)
             form = Form.of_call(call, buffers, blocks.gaps)
-            decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)
+            decision, longest = self._decision(form, requested), max(form.numbers(buffers)[0], default=0)
             # The choice of a launcher does not depend on gaps, so all ranks make the same one.
             if not form.gaps or decision.at(longest, symmetric=symmetric).launcher.moves_gaps:
                 return decision, buffers, blocks, scratch
             blocks = call.packed_blocks
 
-    def _decision(self, form: Form, asked: str) -> Decision:
-        key = form.key, asked
+    def _decision(self, form: Form, requested: str) -> Decision:
+        key = form.key, requested
         decision = self._decisions.get(key)
         if decision is None:
             if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
-            decision = Decision(form, asked, self.tuning, self.domain, self._loader)
+            decision = Decision(form, requested, self.tuning, self.domain, self._loader)
             domain = self.domain
             self._kernels.expect(usual_kernels(form.reduction, domain.size, host_slots=domain.host_slots))
             self._decisions[key] = decision
@@ -192,13 +193,13 @@ class DeviceEngine:
         """Return the plan of a call with a text and a hash, whose memory is set up here."""
         words, hash32 = call
         longest = max(decision.form.numbers(buffers)[0], default=0)
-        chosen, choice, text = self._memory.provide_for_call(decision, longest, words, memory)
+        chosen, choice, text = self._memory.choose_and_reserve(decision, longest, words, memory)
         assert not decision.form.gaps or chosen.launcher.moves_gaps, text
         steps = decision.steps(chosen, buffers, hash32, memory, epilogue)
         assert steps is not None, text
         return self.plan(text, [*before, *steps, *after], choice)
 
-    def prepare_own(
+    def prepare_custom(
         self,
         text: str,
         choice: AlgorithmChoice,
@@ -213,7 +214,7 @@ class DeviceEngine:
         posts the call to the call log, so the first `enqueue` of the plan does not. Raises `NoMemoryError` on all
         ranks.
         """
-        self._memory.provide([request], text)
+        self._memory.reserve([request], text)
         steps = steps_of(self.domain, self._arena.region(request).pointers, self._scratch.of(scratch_nbytes))
         plan = self.plan(text, [*steps], choice)
         plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
@@ -227,7 +228,7 @@ class DeviceEngine:
         self._call_log.post(text)
         self._memory.wait_for(self._call_log.behind)
 
-    def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
+    def abort(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Make every later `check` of the backend raise an error, and all kernels leave. Local, any thread."""
         self._backend.fail(error)
         self._arena.abort()
@@ -247,7 +248,7 @@ class DeviceEngine:
         """
         request = sendrecv.sendrecv_request(self._sendrecv)
         if not self._arena.has(request):
-            self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
+            self._memory.reserve([request], "the first message in stream order, for which all ranks set up memory")
         memory = self._arena.region(request).pointers
         template = sendrecv.SendrecvTemplate(self.domain, self._sendrecv, memory, sent, received)
         packs, spans = [list[Launch](), list[Launch]()], []
@@ -276,12 +277,14 @@ class DeviceEngine:
         self._plans.add(plan)
         return plan
 
-    def enqueue(self, plan: Plan, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False) -> bool:
+    def enqueue(
+        self, plan: Plan, stream: int, event: LocalEvent | Mark | None = None, host_barrier: bool = False
+    ) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
         Return whether this call has enqueued work, after which it has recorded ``event``. A captured call enqueues no
         work, and a rank without a part in the call enqueues none. At its second enqueue a plan becomes a graph, which
-        is cheaper from then on. With ``meets`` this blocks until all ranks launch this call.
+        is cheaper from then on. With ``host_barrier`` this blocks until all ranks launch this call.
 
         All ranks enqueue the same collectives in the same order. Plans on different streams, or on different streams of
         one capture, run one after the other. The caller must order a captured graph relative to other work of the
@@ -291,18 +294,18 @@ class DeviceEngine:
         if is_new:
             plan.is_new = False
         if plan.collective:
-            # `ready` pairs with the wait of ranks that meet: nothing holds this thread up before its launch.
+            # `ready` pairs with the wait of a host barrier: nothing delays this thread before its launch.
             if is_new:
                 self._call_log.publish_ready()
             else:
                 self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
-            if meets:
+            if host_barrier:
                 # Ranks in the same call may still have to load its kernel, which waits for other threads or the device.
                 self._memory.wait_for(self._call_log.not_ready)
         if not plan.steps:
             return False
-        # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
-        eager = plan.launch or (plan.enqueue if is_new or meets else partial(plan.launch_graph, self._backend))
+        # After a host barrier this rank makes no graph, because that may wait for other threads.
+        eager = plan.launch or (plan.enqueue if is_new or host_barrier else partial(plan.launch_graph, self._backend))
         # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
         # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:
@@ -323,7 +326,7 @@ class DeviceEngine:
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over. The engine is unusable afterwards."""
-        self._backend.calls = None
+        self._backend.differing_calls = None
         self._arena.close_peers()
 
     def close_own(self) -> None:

@@ -1,4 +1,4 @@
-"""Plan: the steps of a collective on GPUs, ready to be enqueued again and again. StepLoader: makes steps ready."""
+"""Plan: the steps of a collective on GPUs, which can be enqueued again and again. StepLoader: prepares steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class Plan(AnyPlan):
-    """The steps of one call, ready to be enqueued.
-
-    ``text`` names the call in errors. ``choice`` names its algorithm in records.
-    """
+    """The steps of one call. ``text`` names the call in errors, and ``choice`` its algorithm in records."""
 
     def __init__(
         self, text: str, steps: Sequence[Enqueue], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
@@ -55,9 +52,9 @@ class Plan(AnyPlan):
 
 
 class StepLoader:
-    """Makes the steps of one communicator ready. If a kernel is not loaded, the device's context must be current.
+    """Prepares the steps of one communicator. If a kernel is not loaded, the device's context must be current.
 
-    Copies run on a stream beside the kernels. The device must be current for their steps.
+    Copies run on a side stream. The device must be current for their steps.
     """
 
     def __init__(self, backend: GpuBackend, kernels: KernelCache) -> None:

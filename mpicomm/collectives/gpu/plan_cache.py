@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
-from mpicomm.devices.cuda.stream_threads import beside
+from mpicomm.devices.cuda.stream_threads import synchronized_side_stream
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.descriptors import (
     ArrayDescriptor,
@@ -46,7 +46,7 @@ class Engine(Protocol):
     completions: EventPool
     """The events that callers pass to `enqueue`."""
 
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan: ...
+    def prepare_call(self, call: Call, mappings: Mappings, requested: str) -> AnyPlan: ...
 
     def prepare_barrier(self) -> AnyPlan: ...
 
@@ -54,7 +54,9 @@ class Engine(Protocol):
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan: ...
 
-    def enqueue(self, plan: Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False) -> bool: ...
+    def enqueue(
+        self, plan: Any, stream: int, event: LocalEvent | Mark | None = None, host_barrier: bool = False
+    ) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class PlanCache:
         self._mappings = session.mappings
         self.engine = engine
         self._kinds: dict[Hashable, _Kind] = {}
-        self._by_client: dict[Hashable, AnyPlan] = {}
+        self._by_key: dict[Hashable, AnyPlan] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
         self._progress_thread = ProgressThread(self_driven=True)
@@ -143,13 +145,13 @@ class PlanCache:
                 facts += array.data.ptr, array.size, array.dtype, array.data.device_id
                 facts += (*counts,), (*displs,), (*map(type_key, datatypes),)
             key = (*facts,)
-            known = self.find_again(key)
+            known = self.find_by_key(key)
             if known is not None:
                 return known
         sent, received = buffer_key(send), buffer_key(receive)
         plan = sent and received and self.find_plain(operation, algorithm, sent, received, op, root)
         if plan is not None and key:
-            self.remember(key, plan)
+            self.add_by_key(key, plan)
         return plan
 
     def find_plain(
@@ -191,18 +193,18 @@ class PlanCache:
         is_filled = template.fill(*call) if arrays else template.fill(sent, received)
         return template if is_filled else None
 
-    def find_again(self, key: Hashable) -> AnyPlan | None:
-        """Return the plan that `remember` has kept under a key of a client; None if there is none that may be used."""
+    def find_by_key(self, key: Hashable) -> AnyPlan | None:
+        """Return the plan that `add_by_key` has kept; None if there is none that may be used."""
         if self._mappings.version != self._version:
             self._forget_memory()
-        return self._by_client.get(key)
+        return self._by_key.get(key)
 
-    def remember(self, key: Hashable, plan: AnyPlan) -> None:
+    def add_by_key(self, key: Hashable, plan: AnyPlan) -> None:
         """Keep a plan that `find_plain` has found under a key that tells memory and arguments of the call. Local."""
         if plan.lasts:
-            if len(self._by_client) >= _MOST:
-                self._by_client.clear()
-            self._by_client[key] = plan
+            if len(self._by_key) >= _MOST:
+                self._by_key.clear()
+            self._by_key[key] = plan
 
     def find_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> AnyPlan | None:
         """Return a message in stream order that was sent before, or whose kind was; None for all others.
@@ -229,9 +231,9 @@ class PlanCache:
     ) -> bool:
         """Enqueue the plan of a call with these buffers, as `DeviceEngine.enqueue` does. Local.
 
-        A ``blocking`` collective may wait as `_meet` does, and has no ``event``. ``vote`` says that the call is on
-        GPUs, when it certainly is made. Raises the error of an earlier call, and `InvalidUsageError` if the
-        communicator was freed.
+        A ``blocking`` collective may wait as `_enqueue_after_barrier` does, and has no ``event``. ``vote`` publishes
+        that the call is on GPUs. It is called when nothing can refuse the call any more. Raises the error of an earlier
+        call, and `InvalidUsageError` if the communicator was freed.
         """
         session = self._session
         session.require_usable(plan)
@@ -242,8 +244,8 @@ class PlanCache:
         resolved = backend.stream(stream, array)
         if vote is not None:
             vote()
-        if blocking and backend.meets(resolved, array):
-            pending = self._meet(plan, resolved, array)
+        if blocking and backend.needs_host_barrier(resolved, array):
+            pending = self._enqueue_after_barrier(plan, resolved, array)
         else:
             pending = self.engine.enqueue(plan, resolved, event)
         # No library knows which stream next uses memory that an address names.
@@ -255,36 +257,36 @@ class PlanCache:
         self, plan: AnyPlan, stream: Any, send: Any, receive: Any, vote: Callable[[], None] | None = None
     ) -> DeferredRequest:
         """Enqueue the plan of a nonblocking call, as `enqueue` does; return its request. Local."""
-        backend, mark = self._session.backend, self.engine.completions.take()
+        backend, mark = self._session.backend, self.engine.completions.acquire()
         is_enqueued = self.enqueue(plan, stream, send, receive, mark, vote=vote)
-        done = mark.passed if is_enqueued else partial(bool, True)
-        return self._progress_thread.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
+        done = mark.is_done if is_enqueued else partial(bool, True)
+        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 
     def enqueue_on(
-        self, plan: AnyPlan, stream: int, event: LocalEvent | Mark | None = None, *, noted: bool = False
+        self, plan: AnyPlan, stream: int, event: LocalEvent | Mark | None = None, *, is_user: bool = False
     ) -> bool:
         """As `enqueue`, on the stream with this address. Return whether ``event`` is recorded after the call. Local.
 
-        ``noted`` is whether an earlier call has counted this thread among the users of the stream.
+        ``is_user`` is whether an earlier call has registered this thread as a user of the stream.
         """
         session: Any = self._session
         session.require_usable(plan)
-        if not noted:
-            session.backend.note(stream)
+        if not is_user:
+            session.backend.add_user(stream)
         return self.engine.enqueue(plan, stream, event)
 
-    def _meet(self, plan: AnyPlan, stream: int, array: Any) -> bool:
-        """Enqueue the plan of a blocking collective; wait beside a stream that several threads use.
+    def _enqueue_after_barrier(self, plan: AnyPlan, stream: int, array: Any) -> bool:
+        """Enqueue the plan of a blocking collective of a program with several threads, after a barrier on the host.
 
-        If several threads use the device, the ranks meet on the host before a kernel waits on the GPU. Otherwise
-        another thread could wait for the whole device, hence for the kernel. A peer may need work of that thread before
-        it can come to the collective.
+        Without the barrier another thread could wait for the whole device, hence for the kernel, which waits for its
+        peers. A peer may need work of that thread before it can come to the collective. If several threads use the
+        stream, the collective runs on a side stream, and this thread waits for it.
         """
         backend: Any = self._session.backend
-        if backend.waits_beside(stream, array):
-            with beside(backend, stream) as side:
-                return self.engine.enqueue(plan, side, meets=True)
-        return self.engine.enqueue(plan, stream, meets=True)
+        if backend.needs_side_stream(stream, array):
+            with synchronized_side_stream(backend, stream) as side:
+                return self.engine.enqueue(plan, side, host_barrier=True)
+        return self.engine.enqueue(plan, stream, host_barrier=True)
 
     def add(
         self,
@@ -356,7 +358,7 @@ class PlanCache:
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
         self._version = self._mappings.version
-        self._by_client.clear()
+        self._by_key.clear()
         for kind in self._kinds.values():
             kind.calls.clear()
 

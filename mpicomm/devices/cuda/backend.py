@@ -60,7 +60,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         """The time that a kernel waits for a peer before it gives up."""
         self.completes = completes
         """Whether blocking calls on device memory are complete on return, so that each of them calls `complete`."""
-        self.calls: DifferingCalls | None = None
+        self.differing_calls: DifferingCalls | None = None
         """`check` calls it for the text of a `PeerError`."""
         self.kind: Kind | None = None
         """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
@@ -260,27 +260,27 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
     def capture(self, enqueue: Callable[[int], object]) -> LaunchGraph:
         """Return the graph of the work that ``enqueue`` enqueues on a stream. Local; blocking for some microseconds."""
         with self._context.current(), relaxed():  # another stream of this thread may capture a graph
-            stream = self.side_streams.take()
+            stream = self.side_streams.acquire()
             try:
                 return LaunchGraph(self._context, stream, enqueue)
             finally:
-                self.side_streams.give_back(stream, is_idle=True)
+                self.side_streams.release(stream, is_idle=True)
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. It does not wait for the device."""
         faults = self._faults
         # Usually there is no error, and every call comes here. `FaultPage.check` decides all other cases.
         if faults is None or faults.error is not None or faults.record.state:
-            self._fault_page().check(self.calls)
+            self._fault_page().check(self.differing_calls)
 
     def complete(self, stream: int) -> None:
         """Wait for the work that ``stream`` has at this call, and raise as `check` does; nothing in a capture."""
         self.wait(stream)
         self.check()
 
-    def untold(self) -> MpicommError | None:
+    def unraised_error(self) -> MpicommError | None:
         """Return the error that `check` would raise, if no check has raised it so far."""
-        return None if self._faults is None else self._faults.untold(self.calls)
+        return None if self._faults is None else self._faults.unraised_error(self.differing_calls)
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every later `check` raise an error of the same class and text."""
@@ -398,10 +398,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         host = np.frombuffer(content, np.uint8)
         # A side stream, because the stream of the call may capture a graph.
         with self.loading():
-            stream = self.side_streams.take()
+            stream = self.side_streams.acquire()
             self.copy(pointer, host.ctypes.data, len(content), stream)
             self.synchronize(stream)
-            self.side_streams.give_back(stream)
+            self.side_streams.release(stream)
 
     def _fault_page(self) -> FaultPage:
         if self._faults is None:

@@ -51,12 +51,12 @@ def cuda_major() -> int:
     return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
 
 
-def event_is_over(event: int) -> bool:
+def event_is_done(event: int) -> bool:
     """Return whether the work before an event is over; local."""
     return _is_over(library().cuEventQuery(ctypes.c_void_p(event)), "cuEventQuery")
 
 
-def stream_is_over(stream: int) -> bool:
+def stream_is_done(stream: int) -> bool:
     """Return whether the work of a stream is over; local."""
     return _is_over(library().cuStreamQuery(ctypes.c_void_p(stream)), "cuStreamQuery")
 

@@ -12,7 +12,7 @@ from cuda.bindings import driver
 from cupy.cuda import driver as cupy_driver
 from cupy.cuda import runtime
 
-from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_over
+from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_done
 from mpicomm.devices.cuda.memory import CurrentContext, PrimaryContext
 from mpicomm.errors import HandleError
 from mpicomm.waiting import spin
@@ -87,15 +87,15 @@ class Mark:
         # A stream that waits for the event waits for the record at that time, whatever comes later.
         self._pool.idle.append(self.ptr)
 
-    def passed(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the work before the mark is done; for any thread."""
         # It raises if the device has failed, because work of a failed device is never done.
-        return event_is_over(self.ptr)
+        return event_is_done(self.ptr)
 
     def wait(self) -> None:
         """Block until the work before the mark is done."""
         # Most collectives end within these queries, which see the end some microseconds before the driver's wait does.
-        if not spin(self.passed):
+        if not soon(self.is_done):
             call(driver.cuEventSynchronize, self.ptr)
 
 
@@ -112,7 +112,7 @@ class EventPool:
         self.events: dict[int, LocalEvent] = {}
         self.idle: list[int] = []
 
-    def take(self) -> Mark:
+    def acquire(self) -> Mark:
         """Return a mark that the caller records."""
         try:
             return Mark(self.idle.pop(), self)

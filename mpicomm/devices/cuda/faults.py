@@ -64,7 +64,7 @@ class FaultPage:
     Kernels get ``faults``, the addresses of both.
     """
 
-    _is_told = False
+    _is_raised = False
     """Whether a check has raised the error."""
 
     def __init__(self, context: PrimaryContext, stream: int) -> None:
@@ -96,12 +96,12 @@ class FaultPage:
         """
         error = self._found(calls)
         if error is not None:
-            self._is_told = True
+            self._is_raised = True
             raise error
 
-    def untold(self, calls: DifferingCalls | None = None) -> MpicommError | None:
+    def unraised_error(self, calls: DifferingCalls | None = None) -> MpicommError | None:
         """Return the error that `check` would raise, if no check has raised it so far. Local."""
-        return None if self._is_told else self._found(calls)
+        return None if self._is_raised else self._found(calls)
 
     def _found(self, calls: DifferingCalls | None) -> MpicommError | None:
         if self.error is not None:

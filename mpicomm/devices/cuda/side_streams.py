@@ -1,4 +1,4 @@
-"""Streams beside the streams of the user, for work that must not delay later work, also while a stream captures."""
+"""Side streams, for work that must not delay later work of the user's streams, also while a stream captures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
-from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_over, stream_is_over
+from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_done, stream_is_done
 from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
 from mpicomm.devices.cuda.memory import PrimaryContext
 from mpicomm.devices.cuda.stream_order import capture_of, relaxed, takes_part
 
 
 class ForkedStream:
-    """A stream for work beside a caller's stream, which forks to it and joins it by events. The device must be current.
+    """A side stream of a caller's stream, which forks to it and joins it by events. The device must be current.
 
     Each capture has another stream. A forked stream remains part of a capture until the capture ends, even after it has
     joined again. Until then it can neither run anything nor fork into another capture. The streams of ended captures
@@ -32,12 +32,12 @@ class ForkedStream:
         self._join: Any = cupy.cuda.Event(disable_timing=True)
 
     def of(self, stream: int) -> int:
-        """Return the stream beside ``stream``: one for all eager work, and one for each capture."""
+        """Return the side stream of ``stream``: one for all eager work, and one for each capture."""
         found = self._eager
         if runtime.streamIsCapturing(stream):
             capture = capture_of(stream)
             if capture not in self._captured:
-                over = next((each for each, beside in self._captured.items() if not takes_part(beside.ptr)), None)
+                over = next((each for each, side in self._captured.items() if not takes_part(side.ptr)), None)
                 if over is not None:
                     self._captured[capture] = self._captured.pop(over)
                 else:
@@ -47,7 +47,7 @@ class ForkedStream:
         return int(found.ptr)
 
     def fork(self, stream: int) -> int:
-        """Return the stream beside ``stream``, which waits for all work that is enqueued on ``stream``."""
+        """Return the side stream of ``stream``, which waits for all work that is enqueued on ``stream``."""
         self._forked = self.of(stream)
         runtime.eventRecord(self._fork.ptr, stream)
         runtime.streamWaitEvent(self._forked, self._fork.ptr)
@@ -65,7 +65,7 @@ class ForkedStream:
 
 
 class SideStreams:
-    """Streams of one device beside the user's, for work that waits for other ranks, and events.
+    """The side streams of one device, for work that waits for other ranks, and events.
 
     All methods are local, do not block except `wait`, and are for any thread.
     """
@@ -93,7 +93,7 @@ class SideStreams:
         if (old is None or stream <= 2) and runtime.getDevice() != self._ordinal:
             with self._context.current():
                 return self.mark(stream, old)
-        mark = old or self._events.take()
+        mark = old or self._events.acquire()
         runtime.eventRecord(mark.ptr, stream)
         return mark
 
@@ -111,43 +111,43 @@ class SideStreams:
             with self._context.current():
                 self.wait_stream(stream, other, old)
         else:
-            mark = old or self._events.take()
+            mark = old or self._events.acquire()
             runtime.eventRecord(mark.ptr, other)
             runtime.streamWaitEvent(stream, mark.ptr)
 
-    def passed(self, mark: Mark) -> bool:
+    def is_done(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
         with self._context.current():
-            return event_is_over(mark.ptr)
+            return event_is_done(mark.ptr)
 
     def wait(self, mark: Mark) -> None:
         """Block until the work before a mark is done."""
         with self._context.current():
             call(driver.cuEventSynchronize, mark.ptr)
 
-    def follow(self, stream: int, mark: Mark) -> None:
+    def wait_event(self, stream: int, mark: Mark) -> None:
         """Let later work on ``stream`` wait for a mark."""
         if runtime.getDevice() != self._ordinal:
             with self._context.current():
-                self.follow(stream, mark)
+                self.wait_event(stream, mark)
         else:
             runtime.streamWaitEvent(stream, mark.ptr)
 
-    def take(self, after: Mark | None = None) -> int:
-        """Return an idle stream that only the caller uses, until `give_back`. Its work follows the mark ``after``."""
+    def acquire(self, after: Mark | None = None) -> int:
+        """Return an idle stream that only the caller uses, until `release`. Its work follows the mark ``after``."""
         try:
             stream = self._idle.pop()
         except IndexError:  # a test beforehand is not enough: another thread may take the last stream
             stream = self._find_idle()
         if after is not None:
-            self.follow(stream, after)
+            self.wait_event(stream, after)
         return stream
 
     def _find_idle(self) -> int:
         with self._lock, self._context.current():
             # Not a stream that is still at work, because its work may wait for a peer. Later work on the stream would
-            # wait, too, and two ranks could wait for each other in a circle.
-            idle = next((stream for stream in self._free if stream_is_over(stream)), None)
+            # wait, too, and two ranks could deadlock.
+            idle = next((stream for stream in self._free if stream_is_done(stream)), None)
             if idle is not None:
                 self._free.remove(idle)
                 return idle
@@ -155,8 +155,8 @@ class SideStreams:
             self._streams.append(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
             return int(self._streams[-1])
 
-    def give_back(self, stream: int, *, is_idle: bool = False) -> None:
-        """Let `take` return the stream again after the work on it is done, or at once if it ``is_idle``."""
+    def release(self, stream: int, *, is_idle: bool = False) -> None:
+        """Let `acquire` return the stream again after the work on it is done, or at once if it ``is_idle``."""
         if is_idle:
             self._idle.append(stream)
         else:

@@ -70,10 +70,10 @@ class StreamOrder:
         self._lasting = lasting
         self.completions = EventPool(current)
         """The marks of callers that ask whether their piece is done."""
-        self._own: Any = self.completions.take()  # the event to record after a piece without an event of its caller
+        self._own: Any = self.completions.acquire()  # the event to record after a piece without an event of its caller
         # The event to wait for before the next piece. This keeps it, because its owner may drop it. If other work then
         # recorded the event, the piece would wait for that work. A peer may begin that work only after the piece, so
-        # both ranks would wait in a circle.
+        # both ranks would deadlock.
         self._awaited: Any = self._own
         self._stream = 0  # the stream on which `_awaited` was recorded
         # The events of captures, by capture, because no stream outside can wait for an event that a capture recorded.

@@ -84,16 +84,16 @@ class StreamsOfGpu:
         self._context = context
         self._threads = threads_of(ordinal)
         self.side_streams = SideStreams(context)
-        self.lasting_streams = {0}
+        self.permanent_streams = {0}
         """The addresses of streams that the process never destroys: the default stream, and streams that
         `mpicomm.torch` takes from PyTorch's pool."""
-        self.note = self._threads.note
-        """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
+        self.add_user = self._threads.add_user
+        """Registers the calling thread as a user of a stream: see `ThreadsOfStreams.add_user`."""
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument; ``None`` is the current stream of ``array``'s library.
 
-        It counts the calling thread among the users of the stream.
+        It registers the calling thread as a user of the stream.
         """
         # The usual cases are quick, because every call comes here.
         if stream is None and type(array) is cupy.ndarray:
@@ -102,29 +102,29 @@ class StreamsOfGpu:
             resolved = stream.ptr
         else:
             resolved = resolve_stream(stream, array, self._ordinal)
-        self._threads.note(resolved)
+        self._threads.add_user(resolved)
         return resolved
 
     def threads(self, stream: int) -> StreamThreads:
         """Return the threads that use a stream. `stream` or `eager_stream` has returned this stream."""
         return self._threads.of(stream)
 
-    def waits_beside(self, stream: int, array: Any) -> bool:
-        """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``.
+    def needs_side_stream(self, stream: int, array: Any) -> bool:
+        """Return whether a blocking call on ``array`` must not wait in ``stream``, because several threads use it.
 
-        They do if several threads use the stream: see `mpicomm.devices.cuda.stream_threads`.
+        See `mpicomm.devices.cuda.stream_threads`.
         """
         # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
         # and expects that no call waits for the GPU.
-        return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
+        return self._threads.of(stream).is_shared and not (is_tensor(array) or self.is_capturing(stream))
 
-    def meets(self, stream: int, array: Any) -> bool:
-        """Return whether the ranks meet on the host before a blocking collective on ``array`` begins.
+    def needs_host_barrier(self, stream: int, array: Any) -> bool:
+        """Return whether a blocking collective needs a barrier on the host, because several threads use the device.
 
-        They do if several threads use the device: see `mpicomm.devices.cuda.stream_threads`.
+        See `mpicomm.devices.cuda.stream_threads`.
         """
         # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
-        several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
+        several = self._threads.was_shared and not is_tensor(array) and self._threads.is_shared
         return several and not self.is_capturing(stream)
 
     def is_capturing(self, stream: int) -> bool:
@@ -142,7 +142,7 @@ class StreamsOfGpu:
         A stream that captures a graph runs nothing, so its work counts as done.
         """
         mark = self._recorded(stream)
-        return (lambda: True) if mark is None else mark.passed
+        return (lambda: True) if mark is None else mark.is_done
 
     def wait(self, stream: int) -> None:
         """Wait for the work that ``stream`` has at this call, unless it captures.

@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from mpicomm.devices.cuda.driver import event_is_over
+from mpicomm.devices.cuda.driver import event_is_done
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import relaxed, takes_part
 from mpicomm.devices.cuda.types import GpuBackend
@@ -67,7 +67,7 @@ class Timeline:
             event = self._take()
             begin = before = asked = self._now_ns()
             runtime.eventRecord(event.ptr, self._stream.ptr)
-            while not (over := event_is_over(event.ptr)) and asked - begin < limit_ns:
+            while not (over := event_is_done(event.ptr)) and asked - begin < limit_ns:
                 before, asked = asked, self._now_ns()
             if not over:
                 break
@@ -117,7 +117,7 @@ class StreamInterval:
         No further call follows after it has returned times. Raises `HandleError` if the device has failed.
         """
         with self.timeline.guarded():
-            if not event_is_over(self.stop.ptr):
+            if not event_is_done(self.stop.ptr):
                 return None
             base, base_ns = self.base
             start_ns = base_ns + round(runtime.eventElapsedTime(base.ptr, self.start.ptr) * 1e6)

@@ -139,16 +139,16 @@ class DomainsEngine:
             yield self._engine.plan(tag[0], [launch], collective=False)
 
     def enqueue(
-        self, plan: DomainsPlan | Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False
+        self, plan: DomainsPlan | Any, stream: int, event: LocalEvent | Mark | None = None, host_barrier: bool = False
     ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
-        ``meets`` is for plans of one domain, because only their data lets the ranks of several domains meet. If the
-        transport blocks the host, this returns after the network messages of all ranks have come, and raises
+        ``host_barrier`` is for plans of one domain: only the data of a call synchronizes ranks of several domains. If
+        the transport blocks the host, this returns after the network messages of all ranks have come, and raises
         `InvalidUsageError` in a capture.
         """
         if not isinstance(plan, DomainsPlan):  # it is a plan of one domain
-            return self._engine.enqueue(plan, stream, event, meets)
+            return self._engine.enqueue(plan, stream, event, host_barrier)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
                 f"{plan.text}: the engine {self._transport.name} between peer domains blocks the host and cannot be "
@@ -180,7 +180,7 @@ class DomainsEngine:
                 rank = self._layout.rank
                 text = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
                 failure = PeerError(text, ranks=[rank])
-            self._engine.give_up(failure)
+            self._engine.abort(failure)
             self._transport.publish_error(failure)
             raise
 

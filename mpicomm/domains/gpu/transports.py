@@ -89,7 +89,7 @@ class NcclTransport(Transport):
         capturing = backend.is_capturing(stream)
         with backend.current():
             side_stream = self._side_stream.of(stream)
-        side.follow(side_stream, begin := side.mark(stream))
+        side.wait_event(side_stream, begin := side.mark(stream))
         ranks = tuple(sorted({message.rank for message in (*network_step.sends, *network_step.receives)}))
 
         def exchange() -> None:
@@ -108,7 +108,7 @@ class NcclTransport(Transport):
         end = side.mark(side_stream)
         if not capturing:
             self._watched.append(_Watched(call, ranks, begin, end))
-        return lambda: side.follow(stream, end)
+        return lambda: side.wait_event(stream, end)
 
     def close(self, *, aborts: bool = False) -> None:
         """See `Transport`. With ``aborts`` other ranks could not start the transport, and NCCL would wait for them."""
@@ -143,7 +143,7 @@ class NcclTransport(Transport):
                 return
 
     def _overdue(self, now: float) -> _Watched | None:
-        passed = self._backend.side_streams.passed
+        passed = self._backend.side_streams.is_done
         while self._watched and passed(self._watched[0].end):
             self._watched.popleft()
         if not self._watched:
@@ -215,14 +215,14 @@ class MappedTransport(Transport):
         with self._backend.current():
             out, into = self._out.of(stream), self._into.of(stream)
             behind = side.mark(stream)
-            side.follow(out, behind)
-            side.follow(into, behind)
+            side.wait_event(out, behind)
+            side.wait_event(into, behind)
             self._channels.exchange(network_step, out, into)
         marks = side.mark(out), side.mark(into)
 
         def finish() -> None:
             for mark in marks:
-                side.follow(stream, mark)
+                side.wait_event(stream, mark)
 
         return finish
 

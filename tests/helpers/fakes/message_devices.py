@@ -102,18 +102,18 @@ class _SideStreams:
         return reached
 
     def wait_stream(self, stream: int, other: int) -> None:
-        self.follow(stream, self.mark(other))
+        self.wait_event(stream, self.mark(other))
 
-    def passed(self, mark: threading.Event) -> bool:
+    def is_done(self, mark: threading.Event) -> bool:
         return mark.is_set()
 
     def wait(self, mark: threading.Event) -> None:
         mark.wait()
 
-    def follow(self, stream: int, mark: threading.Event) -> None:
+    def wait_event(self, stream: int, mark: threading.Event) -> None:
         self._device.enqueue(stream, mark.wait)
 
-    def take(self, after: threading.Event | None = None) -> int:
+    def acquire(self, after: threading.Event | None = None) -> int:
         with self._device.lock:
             stream = next((stream for stream in self._free if self.mark(stream).wait(0.001)), None)
             if stream is None:
@@ -122,10 +122,10 @@ class _SideStreams:
             else:
                 self._free.remove(stream)
         if after is not None:
-            self.follow(stream, after)
+            self.wait_event(stream, after)
         return stream
 
-    def give_back(self, stream: int, *, is_idle: bool = False) -> None:
+    def release(self, stream: int, *, is_idle: bool = False) -> None:
         assert not is_idle or self.mark(stream).wait(1), "work is left"
         self._free.append(stream)
 
@@ -328,7 +328,7 @@ class ThreadDevice:
             self.is_told = True
             raise CollectiveTimeoutError(self.missed[0], ranks=[self.missed[1]])
 
-    def untold(self) -> CollectiveTimeoutError | None:
+    def unraised_error(self) -> CollectiveTimeoutError | None:
         if self.missed is None or self.is_told:
             return None
         return CollectiveTimeoutError(self.missed[0], ranks=[self.missed[1]])
@@ -338,17 +338,17 @@ class ThreadDevice:
 
     def stream(self, stream: Any, array: Any = None) -> int:
         resolved = 0 if stream is None else int(stream)
-        self._threads.note(resolved)
+        self._threads.add_user(resolved)
         return resolved
 
     def threads(self, stream: int) -> StreamThreads:
         return self._threads.of(stream)
 
-    def waits_beside(self, stream: int, array: Any) -> bool:
-        return self._threads.of(stream).are_several
+    def needs_side_stream(self, stream: int, array: Any) -> bool:
+        return self._threads.of(stream).is_shared
 
-    def meets(self, stream: int, array: Any) -> bool:
-        return self._threads.are_several
+    def needs_host_barrier(self, stream: int, array: Any) -> bool:
+        return self._threads.is_shared
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         self.check()

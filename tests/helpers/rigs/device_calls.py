@@ -53,7 +53,7 @@ class Engine:
         part = Part(call, strided=True)
         return SimpleNamespace(part=part, text=text, is_new=True, template_of=None, by_output=False, by_address=False)
 
-    def enqueue(self, plan: Any, stream: int, event: object = None, meets: bool = False) -> bool:
+    def enqueue(self, plan: Any, stream: int, event: object = None, host_barrier: bool = False) -> bool:
         if not plan.is_new:
             self._post(plan.text)
         plan.is_new = False

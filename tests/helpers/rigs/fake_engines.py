@@ -80,7 +80,7 @@ class Rig:
             loading=contextlib.nullcontext,
             capture=partial(launches.LaunchGraph, None, STREAM + 1),
             current=contextlib.nullcontext,
-            lasting_streams={0},
+            permanent_streams={0},
             scratch=lambda nbytes: (3 << 50) + nbytes,
             pack_table=lambda table: 5 << 50,
         )

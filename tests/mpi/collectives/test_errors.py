@@ -332,7 +332,7 @@ def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, call_log: Cal
         call_log.post(f"call {number}")
         calls.wait_for(call_log.behind)
     comm_world.Barrier()
-    assert calls.different(wait=True) == []
+    assert calls.differing_calls(wait=True) == []
 
 
 @pytest.mark.mpi(min_size=2)

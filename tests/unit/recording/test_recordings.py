@@ -255,14 +255,14 @@ def test_slow_ways_are_counted_for_each_call(rig: Rig) -> None:
 
 def test_an_engine_tells_the_choice_of_its_plan(rig: Rig) -> None:
     class Engine:
-        def enqueue(self, plan: Any, stream: int, event: Any = None, meets: bool = False) -> bool:
-            return meets
+        def enqueue(self, plan: Any, stream: int, event: Any = None, host_barrier: bool = False) -> bool:
+            return host_barrier
 
     engine: Any = Engine()
     rig.work.trace_engine(engine)
     plan = SimpleNamespace(choice=("two_shot", "by the table", "for want of memory"))
     with rig.tracer.record("Allreduce", "collective") as record:
-        assert engine.enqueue(plan, 1, None, meets=True) and not engine.enqueue(plan, 1)
+        assert engine.enqueue(plan, 1, None, host_barrier=True) and not engine.enqueue(plan, 1)
     assert (record.algorithm, record.why, record.slow_ways) == ("two_shot", "by the table", ["for want of memory"])
     assert [interval.ends for interval in rig.intervals] == [2]
     assert isinstance(engine, Engine)

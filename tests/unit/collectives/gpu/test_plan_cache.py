@@ -95,7 +95,7 @@ class Known:
             completes=False,
             check=lambda: None,
             prepare_thread=lambda: None,
-            meets=lambda stream, array: False,
+            needs_host_barrier=lambda stream, array: False,
         )
         self.session: Any = SimpleNamespace(mappings=Mappings(), backend=self.backend, require_usable=lambda what: None)
         event = SimpleNamespace(passed=lambda: self.done)
@@ -104,8 +104,8 @@ class Known:
         session: Any = self.session
         self.cache = PlanCache(session, self.engine)
 
-    def _enqueue(self, plan: Any, stream: Any, event: Any = None, meets: bool = False) -> bool:
-        self.enqueued.append((plan, stream, meets))
+    def _enqueue(self, plan: Any, stream: Any, event: Any = None, host_barrier: bool = False) -> bool:
+        self.enqueued.append((plan, stream, host_barrier))
         return self.runs
 
     def add(self, operation: str, given: Arguments, **more: Any) -> Any:
@@ -299,8 +299,8 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use() -> Non
     backend.check = lambda: said.append("check")
     backend.synchronize = lambda stream: said.append(["waits for", stream, len(known.enqueued)])
     for of_device, of_stream in ((False, False), (True, False), (True, True)):
-        backend.meets = lambda stream, array, several=of_device: several
-        backend.waits_beside = lambda stream, array, several=of_stream: several
+        backend.needs_host_barrier = lambda stream, array, several=of_device: several
+        backend.needs_side_stream = lambda stream, array, several=of_stream: several
         known.cache.enqueue(known.find("Allreduce", SUM), 7, SUM.send, SUM.receive, blocking=True)
     side = "beside", ("behind", 7)
     assert known.enqueued == [(plan, 7, False), (plan, 7, True), (plan, side, True)]

@@ -346,16 +346,16 @@ def test_only_data_of_another_call_lets_a_check_wait_for_the_calls_of_ranks(oper
     assert info.value.ranks == (1,) and asked == [waits]
 
 
-def test_an_error_is_untold_until_a_check_raises_it() -> None:
+def test_an_error_is_unraised_until_a_check_raises_it() -> None:
     page = page_of(state=1, operation=EXCHANGE)
-    assert page.untold() is None  # its kernel still runs
+    assert page.unraised_error() is None  # its kernel still runs
     page.check()
     page.record.state = 2
     for _ in range(2):
-        assert "from rank 1 did not come within 1 s" in str(page.untold())
+        assert "from rank 1 did not come within 1 s" in str(page.unraised_error())
     with pytest.raises(CollectiveTimeoutError):
         page.check()
-    assert page.untold() is None
+    assert page.unraised_error() is None
 
 
 LATE, WRONG = CollectiveTimeoutError, InvalidUsageError

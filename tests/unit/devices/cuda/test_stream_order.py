@@ -170,31 +170,31 @@ def streams() -> ThreadsOfStreams:
 
 def test_living_threads_of_one_stream_and_of_the_device_count(streams: ThreadsOfStreams) -> None:
     for _ in range(3):
-        in_thread(lambda: streams.note(OTHER))  # it has ended
+        in_thread(lambda: streams.add_user(OTHER))  # it has ended
     for _ in range(2):
-        streams.note(OTHER)
-    assert not streams.of(OTHER).are_several and not streams.are_several
+        streams.add_user(OTHER)
+    assert not streams.of(OTHER).is_shared and not streams.is_shared
     with lasting() as thread:
-        thread(lambda: streams.note(OTHER + 1))
-        assert not streams.of(OTHER).are_several and not streams.of(OTHER + 1).are_several
-        assert streams.are_several
+        thread(lambda: streams.add_user(OTHER + 1))
+        assert not streams.of(OTHER).is_shared and not streams.of(OTHER + 1).is_shared
+        assert streams.is_shared
         enqueued: list[str] = []
         streams.of(OTHER).defer(enqueued.append, "copy")
         assert enqueued == ["copy"], "beside another thread a message is enqueued before MPI is told"
-    assert not streams.are_several
+    assert not streams.is_shared
     for _ in range(2):  # from the first time on the stream has had several users
         with lasting() as thread:
-            thread(lambda: streams.note(OTHER))
-            assert streams.are_several and streams.of(OTHER).are_several
-        streams.note(OTHER)
-        assert not streams.are_several and streams.of(OTHER).are_several
+            thread(lambda: streams.add_user(OTHER))
+            assert streams.is_shared and streams.of(OTHER).is_shared
+        streams.add_user(OTHER)
+        assert not streams.is_shared and streams.of(OTHER).is_shared
 
 
 def test_streams_that_wait_for_each_other_count_as_one(streams: ThreadsOfStreams) -> None:
-    streams.note(0)
+    streams.add_user(0)
     with lasting() as thread:
-        thread(lambda: streams.note(3))
-    assert streams.of(0).are_several and streams.of(3).are_several
+        thread(lambda: streams.add_user(3))
+    assert streams.of(0).is_shared and streams.of(3).is_shared
 
 
 def test_a_stream_that_captures_is_known_after_the_capture() -> None:
@@ -202,15 +202,15 @@ def test_a_stream_that_captures_is_known_after_the_capture() -> None:
     streams = ThreadsOfStreams(lambda stream: None if captures else False)
     with lasting() as other:
         for _ in range(2):
-            streams.note(OTHER)
-            other(lambda: streams.note(OTHER))
-            assert streams.of(OTHER).are_several == (not captures)
+            streams.add_user(OTHER)
+            other(lambda: streams.add_user(OTHER))
+            assert streams.of(OTHER).is_shared == (not captures)
             captures = False
 
 
 def test_deferred_work_is_enqueued_once_and_before_the_work_of_another_thread(streams: ThreadsOfStreams) -> None:
     enqueued: list[str] = []
-    streams.note(OTHER)
+    streams.add_user(OTHER)
     threads = streams.of(OTHER)
     threads.defer(enqueued.append, "first")
     assert enqueued == []
@@ -220,7 +220,7 @@ def test_deferred_work_is_enqueued_once_and_before_the_work_of_another_thread(st
     assert enqueued == ["first"]
 
     def come() -> None:
-        streams.note(OTHER)
+        streams.add_user(OTHER)
         enqueued.append("wait")
 
     in_thread(come)
@@ -282,9 +282,9 @@ def test_what_cannot_be_enqueued_is_raised_by_the_thread_that_defers_it(streams:
 
     def come() -> None:
         with pytest.raises(ValueError, match="no device"):
-            streams.note(OTHER)
+            streams.add_user(OTHER)
 
-    streams.note(OTHER)
+    streams.add_user(OTHER)
     streams.of(OTHER).defer(refuse)
     in_thread(come)
     with pytest.raises(ValueError, match="no device"):

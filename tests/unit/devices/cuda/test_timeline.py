@@ -214,6 +214,6 @@ def test_a_mark_keeps_its_event_after_the_streams_are_closed(cuda: FakeCuda, sid
     for _ in range(2):
         side_streams.close()
     assert list(cuda.events) == [mark.ptr]
-    side_streams.follow(STREAM + 1, mark)
+    side_streams.wait_event(STREAM + 1, mark)
     del mark
     assert not cuda.events
