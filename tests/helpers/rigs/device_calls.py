@@ -39,7 +39,7 @@ FLOAT32 = np.dtype(np.float32)
 class Engine:
     """The engine of GPUs as the dispatcher sees it, and the number of calls that it has carried out."""
 
-    completions = SimpleNamespace(take=lambda: SimpleNamespace(passed=bool))
+    completions = SimpleNamespace(acquire=lambda: SimpleNamespace(is_done=bool))
     """Events that nothing records."""
 
     def __init__(self, host: HostEngine, post: Callable[[str], None]) -> None:

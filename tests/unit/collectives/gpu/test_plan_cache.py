@@ -98,8 +98,8 @@ class Known:
             needs_host_barrier=lambda stream, array: False,
         )
         self.session: Any = SimpleNamespace(mappings=Mappings(), backend=self.backend, require_usable=lambda what: None)
-        event = SimpleNamespace(passed=lambda: self.done)
-        completions = SimpleNamespace(take=lambda: event)
+        event = SimpleNamespace(is_done=lambda: self.done)
+        completions = SimpleNamespace(acquire=lambda: event)
         self.engine: Any = SimpleNamespace(enqueue=self._enqueue, completions=completions)
         session: Any = self.session
         self.cache = PlanCache(session, self.engine)
@@ -294,7 +294,7 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use() -> Non
     known, said = Known(), list[Any]()
     plan, backend = known.add("Allreduce", SUM), known.backend
     backend.side_streams = SimpleNamespace(
-        mark=lambda stream: ("behind", stream), take=lambda mark: ("beside", mark), give_back=said.append
+        mark=lambda stream: ("behind", stream), acquire=lambda mark: ("beside", mark), release=said.append
     )
     backend.check = lambda: said.append("check")
     backend.synchronize = lambda stream: said.append(["waits for", stream, len(known.enqueued)])

@@ -48,7 +48,7 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, ord
             dropped.pop(cuda.rng.randrange(len(dropped)))
         cuda.go_on()
         for place, event in pending:
-            assert (cuda.cuEventQuery(event.ptr) == (0,) if own else event.passed()) == cuda.is_over(place)
+            assert (cuda.cuEventQuery(event.ptr) == (0,) if own else event.is_done()) == cuda.is_over(place)
         while own and pending and cuda.rng.random() < 0.6:
             idle.append(pending.pop()[1])  # often the event for which the next piece waits
         if not own:

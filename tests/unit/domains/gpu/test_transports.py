@@ -34,7 +34,7 @@ def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
     nccl = importlib.import_module("mpicomm.devices.cuda.nccl")
     monkeypatch.setattr(nccl, "missing", lambda: "not installed: pip install nvidia-nccl-cu13")
     module = importlib.import_module("mpicomm.domains.gpu.transports")
-    backend: Any = SimpleNamespace(current=contextlib.nullcontext, side_streams=SimpleNamespace(take=lambda: 1))
+    backend: Any = SimpleNamespace(current=contextlib.nullcontext, side_streams=SimpleNamespace(acquire=lambda: 1))
     transfers: Any = None
     group = Group(MPI.COMM_SELF, [0], 5.0)
 
