@@ -33,7 +33,7 @@ def order(cuda: FakeCuda) -> Iterator[Any]:
 @pytest.mark.parametrize("own", [False, True])
 def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any, own: bool) -> None:
     """An event of the caller may come again at any time; the caller may drop one for which the next piece waits."""
-    new = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent if own else order.completions.take
+    new = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent if own else order.completions.acquire
     carried_out: list[int] = []
     pending: list[tuple[Place, Any]] = []
     idle: list[Any] = []
