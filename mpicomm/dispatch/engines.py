@@ -114,13 +114,13 @@ class Engines:
 
         backend = session.gpu(operation)
         call_log = self._shared_call_log(session, session.domain)
-        on_a_device = session.placement.max_ranks_per_device
-        most_nbytes = session.placement.here.shared_limit_nbytes
+        ranks_per_device = session.placement.most_ranks_per_device
+        most_nbytes = session.placement.here.most_shared_nbytes
 
         def make() -> DeviceEngine:
             # The engine allocates and waits. A thread that captures a graph may do so only in this block.
             with backend.loading():
-                engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
+                engine = DeviceEngine(session.domain, backend, session.kind, call_log, ranks_per_device, most_nbytes)
             return session.keep(engine)
 
         engine = make() if len(session.placement.domains) == 1 else self._of_domains(session, make)

@@ -43,26 +43,26 @@ class DeviceFacts:
     multiprocessors: int
     total_nbytes: int
     uuid: bytes
-    takes_turns: bool
-    """Whether the device runs only one process at a time, so that a kernel has all multiprocessors."""
+    is_time_sliced: bool
+    """Whether processes share the device in time slices, so that a kernel has all multiprocessors: without MPS."""
 
 
 def device_facts(backend: GpuBackend) -> DeviceFacts:
     """Return the facts about this rank's device. Local."""
-    takes_turns = not environment.multi_process_service()
-    return DeviceFacts(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
+    is_time_sliced = not environment.multi_process_service()
+    return DeviceFacts(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, is_time_sliced)
 
 
-def multiprocessors_of(devices: Sequence[DeviceFacts], on_a_device: int) -> tuple[int, int]:
-    """Return the multiprocessors that each rank has on the smallest device, and how many ranks run there side by side.
+def multiprocessors_of(devices: Sequence[DeviceFacts], ranks_per_device: int) -> tuple[int, int]:
+    """Return the multiprocessors that each rank has on the smallest device, and how many ranks run there at once.
 
-    ``on_a_device`` is the highest number of ranks that share a device.
+    ``ranks_per_device`` is the highest number of ranks that share a device.
     """
     # All blocks of all ranks must run at once, because they wait for each other. So a launch has only the blocks that
-    # the smallest device can hold. Ranks that run side by side on a device share its multiprocessors. Otherwise one
+    # the smallest device can hold. Ranks that run at once on a device share its multiprocessors. Otherwise one
     # rank's waiting blocks could keep out the blocks for which they wait.
-    side_by_side = 1 if all(each.takes_turns for each in devices) else on_a_device
-    return max(1, min(each.multiprocessors for each in devices) // side_by_side), side_by_side
+    concurrent_ranks = 1 if all(each.is_time_sliced for each in devices) else ranks_per_device
+    return max(1, min(each.multiprocessors for each in devices) // concurrent_ranks), concurrent_ranks
 
 
 def team_of(backend: GpuBackend, node: Group, arenas: Iterable[int]) -> Team:

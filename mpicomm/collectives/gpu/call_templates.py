@@ -72,7 +72,7 @@ class CollectiveTemplate(CallTemplate):
         self._into_any = self._into_memory = decision.by_length(symmetric=False)
         self._memory_from = NO_END
         if call.common_output is not None:
-            # A look for the memory takes more than a microsecond, so only calls look for which it matters.
+            # A lookup of the memory takes more than a microsecond, so only calls for which it matters do it.
             self._into_memory = into_memory = decision.by_length(symmetric=True)
             for nbytes in sorted({*self._into_any[0], *into_memory[0]}):
                 usual, chosen = choice_at(nbytes, self._into_any), choice_at(nbytes, into_memory)
@@ -328,8 +328,13 @@ def _element_nbytes(call: Call) -> list[int]:
     return [each.dtype.itemsize if each and each.dtype is not None else int(each is not None) for each in operands]
 
 
-def has_template(call: Call) -> bool:
-    """Return whether calls on plain arrays like this one differ only in addresses, counts and displacements."""
+def template_of(
+    call: Call, decision: Decision, mappings: Mappings, scratch: GrowingScratch
+) -> CollectiveTemplate | None:
+    """Return the template of all calls that differ from ``call`` only in addresses, counts and displacements.
+
+    Return None if calls of this kind have to be read one by one.
+    """
     shapes, neighborhood = {call.operation.send, call.operation.receive}, call.neighborhood
     typed = shapes == {"typed"} and neighborhood is None
     readable = typed or shapes <= {"one", "blocks", "vector", "by_recvcounts"}
@@ -337,11 +342,8 @@ def has_template(call: Call) -> bool:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
         readable = neighborhood.names_ranks_once and not any(operand.memory.by_address for operand in call.operands)
-    return readable and (typed or not any(operand.derived for operand in call.operands)) and call.device_counts is None
-
-
-def template_of(call: Call, decision: Decision, mappings: Mappings, scratch: GrowingScratch) -> CollectiveTemplate:
-    """Return the template of all calls that differ from ``call`` only in addresses, counts and displacements."""
+    if not readable or (not typed and any(operand.derived for operand in call.operands)):
+        return None
     kind = CollectiveTemplate if call.epilogue is None else FinishedTemplate
     return kind(call, decision, mappings, scratch)
 

@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.algorithms.direct.plan import barrier
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain, Request, whole_lines
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
-from mpicomm.collectives.gpu.call_templates import BY_KERNELS, MessageTemplate, has_template, template_of
+from mpicomm.collectives.gpu.call_templates import BY_KERNELS, MessageTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision, usual_kernels
 from mpicomm.collectives.gpu.device_counts_template import DeviceCountsTemplate
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
@@ -56,9 +56,9 @@ class DeviceEngine:
     `check` raises: `CollectiveTimeoutError` names the rank that did not come, `PeerError` names the call of each rank.
     The communicator is unusable then.
 
-    ``on_a_device`` is the highest number of the communicator's ranks that share a device. It counts ranks of all nodes
-    and peer domains, because the containers of one machine count as nodes. Calls take at most ``most_nbytes`` of memory
-    beyond the arena. Both numbers are the same on all ranks.
+    ``ranks_per_device`` is the highest number of the communicator's ranks that share a device. It counts ranks of all
+    nodes and peer domains, because the containers of one machine count as nodes. Calls take at most ``most_nbytes`` of
+    memory beyond the arena. Both numbers are the same on all ranks.
 
     The top of each algorithm's kernel explains how the ranks meet, and why they cannot deadlock.
     """
@@ -69,13 +69,13 @@ class DeviceEngine:
         backend: GpuBackend,
         kind: Kind,
         call_log: CallLog,
-        on_a_device: int,
+        ranks_per_device: int,
         most_nbytes: int | None = None,
     ) -> None:
         self._backend = backend
         self._call_log = call_log
         devices = node.allgather("collectives: set-up", lambda: device_facts(backend))
-        multiprocessors, side_by_side = multiprocessors_of(devices, on_a_device)
+        multiprocessors, concurrent_ranks = multiprocessors_of(devices, ranks_per_device)
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in devices) // _STAGED_PART)
 
         def find() -> Tuning | None:
@@ -95,11 +95,10 @@ class DeviceEngine:
             multiprocessors,
             self.tuning.link_speed,
             most_staged_nbytes,
-            # Devices before 9.0 cannot set up a kernel's blocks before the previous kernel has ended. A kernel that
-            # begins early relies on this device seeing the previous kernel's stores. That guarantees nothing for slots
-            # in host memory. If ranks run side by side, early blocks could keep out blocks for which another rank
-            # waits.
-            early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
+            # Programmatic dependent launch needs compute capability 9.0. A kernel that begins early relies on this
+            # device seeing the previous kernel's stores. That guarantees nothing for slots in host memory. If several
+            # ranks run on the device at once, early blocks could keep out blocks for which another rank waits.
+            early=backend.info.compute_capability >= (9, 0) and not host_slots and concurrent_ranks == 1,
             host_slots=host_slots,
         )
         self._memory = CallMemory(node, call_log, backend, self._arena)
@@ -141,7 +140,7 @@ class DeviceEngine:
         before, after = blocks.launches(self._backend, scratch)
         call_facts = str(signature), signature.hash32
         plan = self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
-        if not (before or after) and has_template(call):  # a template has no steps that pack
+        if not (before or after):  # a template has no steps that pack
             plan.template_of = partial(template_of, call, decision, mappings, self._scratch)
         return plan
 

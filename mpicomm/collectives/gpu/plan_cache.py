@@ -1,4 +1,4 @@
-"""PlanCache: finds the plans of calls on device arrays again by the arguments of a call."""
+"""PlanCache: the plans of calls on device arrays, by the arguments of the calls."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class PlanCache:
                 sent = data.ptr, send.size, (send.dtype, data.device_id)
                 received = output.ptr, receive.size, (receive.dtype, output.device_id)
             elif operation.send == "typed" and type(send) is type(receive) in (list, tuple):
-                return self._find_typed(operation, algorithm, send, receive, op, root)
+                return self._find_typed(operation, algorithm, send, receive)
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
@@ -128,9 +128,7 @@ class PlanCache:
         except (TypeError, ValueError, IndexError):  # a root that is a list, for example; `Call` refuses it
             return None
 
-    def _find_typed(
-        self, operation: Operation, algorithm: str, send: Any, receive: Any, op: MPI.Op | None, root: int
-    ) -> AnyPlan | None:
+    def _find_typed(self, operation: Operation, algorithm: str, send: Any, receive: Any) -> AnyPlan | None:
         """As `find`, for lists of an array, counts, displacements (or a pair of both) and a datatype for each block.
 
         A repeated call is found by its numbers and layouts, because to read them as blocks takes several times as long.
@@ -140,7 +138,7 @@ class PlanCache:
             specs = (x, *send[1], send[2]), (y, *receive[1], receive[2])
         is_plain = type(x) is type(y) is self._cupy and x._c_contiguous and y._c_contiguous
         if is_plain and len(specs[0]) == len(specs[1]) == 4:
-            facts: list[Any] = [operation, algorithm, id(op), root]
+            facts: list[Any] = [operation, algorithm]
             for array, counts, displs, datatypes in specs:
                 facts += array.data.ptr, array.size, array.dtype, array.data.device_id
                 facts += (*counts,), (*displs,), (*map(type_key, datatypes),)
@@ -149,7 +147,7 @@ class PlanCache:
             if known is not None:
                 return known
         sent, received = buffer_key(send), buffer_key(receive)
-        plan = sent and received and self.find_plain(operation, algorithm, sent, received, op, root)
+        plan = sent and received and self.find_plain(operation, algorithm, sent, received, None, 0)
         if plan is not None and key:
             self.add_by_key(key, plan)
         return plan

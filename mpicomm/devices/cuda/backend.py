@@ -119,7 +119,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         if self._faults is None or self._faults.error is not None or self._faults.record.state:
             self.check()
         resolved = self.stream(stream, array)
-        # `is_capturing` begins alike. Each message asks, so the call counts.
+        # As `is_capturing`, without the time of a call, because each message comes here.
         if runtime.getDevice() == self._ordinal:
             return None if runtime.streamIsCapturing(resolved) else resolved
         return None if self.is_capturing(resolved) else resolved

@@ -63,7 +63,7 @@ def stream_is_done(stream: int) -> bool:
 
 @lru_cache
 def library() -> Any:
-    """Return the driver's library, for calls that count: the driver's binding takes two to four times as long."""
+    """Return the driver's library, for hot calls: the driver's binding takes two to four times as long."""
     # CuPy's queries keep the interpreter's lock, as PyDLL would. A tool that watches each call, such as
     # compute-sanitizer, lets a query wait for a launch of another thread, and a launch waits if too many launches are
     # in flight. If the thread that has to go on waits for the lock, all threads hang.

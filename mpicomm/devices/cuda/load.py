@@ -52,8 +52,8 @@ class Kernel:
     def launcher(self, arguments: ctypes.Structure, blocks: int, threads: int, *, early: bool = False) -> Launcher:
         """Return a launcher that launches the kernel again and again, each time with the content of ``arguments``.
 
-        ``early`` is for kernels that begin with ``wait_for_predecessor``: the device may set up their blocks while the
-        previous kernel still runs.
+        ``early`` (programmatic dependent launch) is for kernels that begin with ``wait_for_predecessor``: the device
+        may set up their blocks while the previous kernel still runs.
         """
         return Launcher(self.address, arguments, blocks, threads, early=early)
 

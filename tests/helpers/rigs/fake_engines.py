@@ -36,7 +36,7 @@ class Rig:
         monkeypatch: pytest.MonkeyPatch,
         most_nbytes: int | None = None,
         *,
-        on_a_device: int = 1,
+        ranks_per_device: int = 1,
         rank: int = 0,
         size: int = 2,
     ) -> None:
@@ -91,7 +91,7 @@ class Rig:
             publish_ready=lambda: None,
             not_ready=list,
         )
-        self.engine = engine.DeviceEngine(node, backend, "ipc", call_log, on_a_device, most_nbytes)
+        self.engine = engine.DeviceEngine(node, backend, "ipc", call_log, ranks_per_device, most_nbytes)
 
     def alltoallv(self, nbytes: int) -> Any:
         """Return the plan of a call in which each rank sends so much to each."""

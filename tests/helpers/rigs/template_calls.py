@@ -15,7 +15,7 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.base import AnyPlan, Form, Step
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Domain, Inboxes, Request, with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, sendrecv_memory, sendrecv_request
-from mpicomm.collectives.gpu.call_templates import CallTemplate, MessageTemplate, has_template, template_of
+from mpicomm.collectives.gpu.call_templates import CallTemplate, MessageTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.device_counts_template import DeviceCountsTemplate
 from mpicomm.collectives.gpu.plan_cache import PlanCache
@@ -85,8 +85,6 @@ class Device:
     def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
         if call.device_counts is not None:
             return DeviceCountsTemplate(call.signature, call.device_counts, self.domain, cast(Any, self))
-        if not has_template(call):
-            return None
         return template_of(call, self.decision(call, asked), mappings, self.scratch)
 
     def read(self, call: Call, mappings: Mappings, asked: str) -> tuple[list[Any] | None, Any]:

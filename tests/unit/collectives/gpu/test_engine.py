@@ -354,14 +354,16 @@ def test_messages_in_stream_order_that_exceed_the_bound_are_refused(
             engine.prepare_messages("Send", Message(1, Span(1 << 50, 8), 0), None)
 
 
-@pytest.mark.parametrize(("service", "on_a_device", "most_blocks"), [(False, 2, 128), (True, 2, 66), (True, 4, 33)])
+@pytest.mark.parametrize(
+    ("service", "ranks_per_device", "most_blocks"), [(False, 2, 128), (True, 2, 66), (True, 4, 33)]
+)
 def test_ranks_that_run_side_by_side_on_a_gpu_share_its_multiprocessors(
     cuda: FakeCuda,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     request: pytest.FixtureRequest,
     service: bool,
-    on_a_device: int,
+    ranks_per_device: int,
     most_blocks: int,
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
@@ -373,7 +375,7 @@ def test_ranks_that_run_side_by_side_on_a_gpu_share_its_multiprocessors(
         daemon.bind(str(tmp_path / "control"))
         daemon.listen()
     # Both ranks have the same GPU, of 132 multiprocessors, and two more ranks of another node may have it, too.
-    rig = Rig(cuda, monkeypatch, on_a_device=on_a_device)
+    rig = Rig(cuda, monkeypatch, ranks_per_device=ranks_per_device)
     rig.enqueue(rig.alltoallv(64 * MIB))
     (shape,) = rig.shapes
     assert shape["blocks"] == most_blocks
