@@ -254,13 +254,13 @@ class CallMemory:
         raise error
 
     def choose_and_reserve(
-        self, decision: Decision, longest: int, words: str, memory: Mapped | None
+        self, decision: Decision, longest: int, call_text: str, memory: Mapped | None
     ) -> tuple[Chosen, AlgorithmChoice, str]:
         """Choose the launcher of a call, post the call, and set up the launcher's memory.
 
-        ``words`` is the text of the call, and ``memory`` the place of all ranks' output if that is symmetric memory.
-        Return the choice, its record, and the text with the place in memory. If the ranks cannot set up memory for an
-        algorithm of "auto", they take another one and log a warning. Raises `NoMemoryError` on all ranks.
+        ``memory`` is the place of all ranks' output if that is symmetric memory. Return the choice, its record, and the
+        text with the place in memory. If the ranks cannot set up memory for an algorithm of "auto", they take another
+        one and log a warning. Raises `NoMemoryError` on all ranks.
         """
         operation, size, requested = decision.form.operation, decision.form.size, decision.requested
         symmetric, slow = memory is not None, ""
@@ -268,7 +268,7 @@ class CallMemory:
         chosen = first = decision.at(longest, symmetric=symmetric)
         while True:
             requests = chosen.launcher.memory(longest, symmetric=symmetric)
-            text = with_place(words, memory) if chosen.launcher.into_memory and memory is not None else words
+            text = with_place(call_text, memory) if chosen.launcher.into_memory and memory is not None else call_text
             try:
                 self.reserve(requests, text)
                 return chosen, AlgorithmChoice(chosen.choice.algorithm, first.choice.why, slow), text

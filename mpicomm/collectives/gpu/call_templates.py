@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.activity.layout import OFFSET_IN_TEXT, format_call
+from mpicomm.activity.layout import OFFSET_IN_TEXT
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan
 from mpicomm.collectives.gpu.algorithms.memory import with_place
@@ -56,17 +56,13 @@ class CallTemplate(AnyPlan, ABC):
         """Return whether buffers of these kinds have the fields that `fill` reads. Its arguments are as there."""
         return True
 
-    @property
-    def text(self) -> str:
-        return format_call(self.words, self.count, self.offset or 0)
-
 
 class CollectiveTemplate(CallTemplate):
     """The calls of one kind like ``call``, whose form has this ``decision``. ``mappings`` are the symmetric arrays."""
 
     def __init__(self, call: Call, decision: Decision, mappings: Mappings, scratch: GrowingScratch) -> None:
         form, signature = decision.form, call.signature
-        self.words = self._text = signature.text_without_count()
+        self.text_format = self._text = signature.text_without_count()
         self._hash = signature.hash_without_count
         self._mappings, self._scratch, self._decision = mappings, scratch, decision
         self._into_any = self._into_memory = decision.by_length(symmetric=False)
@@ -193,11 +189,11 @@ class CollectiveTemplate(CallTemplate):
             output = 0 if self._is_even else send  # of a result that comes from scratch memory
             enqueue = self._decision.followed(enqueue, chosen, lengths, begins, output, self._finish)
         self.launch = self.enqueue = enqueue
-        self.choice, self.words, self.offset = chosen.choice, self._text, None
+        self.choice, self.text_format, self.offset = chosen.choice, self._text, None
         if launcher.into_memory and memory is not None:
             if memory.array != self._array:
                 self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
-            self.words, self.offset = self._into, memory.offset
+            self.text_format, self.offset = self._into, memory.offset
         return True
 
 
@@ -360,7 +356,7 @@ class MessageTemplate(CallTemplate):
     def __init__(
         self, text: str, template: SendrecvTemplate, loader: StepLoader, send_nbytes: int, receive_nbytes: int
     ) -> None:
-        self.words = text
+        self.text_format = text
         self._template = template
         self._enqueue_of = enqueuers_of(template, loader)
         self._send_nbytes, self._receive_nbytes = send_nbytes, receive_nbytes

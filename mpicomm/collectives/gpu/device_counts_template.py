@@ -45,7 +45,7 @@ class DeviceCountsTemplate(CallTemplate, KernelTemplate):
         loader: StepLoader,
         config: PacketConfig | None = None,
     ) -> None:
-        self.words = str(signature)
+        self.text_format = str(signature)
         layout, own = domain.arena.layout, domain.team.arenas[domain.rank]
         inboxes, fences = layout.ll_inboxes(own), own + layout.fences
         self.arguments = arguments = kernels.DeviceCountsPacketArguments(team=domain.team, ll=inboxes, fences=fences)

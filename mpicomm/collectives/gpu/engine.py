@@ -129,8 +129,8 @@ class DeviceEngine:
         """
         if call.device_counts is not None:
             made = DeviceCountsTemplate(call.signature, call.device_counts, self.domain, self._loader)
-            self._call_log.post(made.words)
-            plan = self.plan(made.words, made.read(call.device_counts), made.choice)
+            self._call_log.post(made.text_format)
+            plan = self.plan(made.text_format, made.read(call.device_counts), made.choice)
             plan.template_of = lambda: made
             return plan
         output, memory, signature = call.common_output, None, call.signature
@@ -190,9 +190,9 @@ class DeviceEngine:
         after: Sequence[Step] = (),
     ) -> Plan:
         """Return the plan of a call with a text and a hash, whose memory is set up here."""
-        words, hash32 = call
+        call_text, hash32 = call
         longest = max(decision.form.numbers(buffers)[0], default=0)
-        chosen, choice, text = self._memory.choose_and_reserve(decision, longest, words, memory)
+        chosen, choice, text = self._memory.choose_and_reserve(decision, longest, call_text, memory)
         assert not decision.form.gaps or chosen.launcher.moves_gaps, text
         steps = decision.steps(chosen, buffers, hash32, memory, epilogue)
         assert steps is not None, text
@@ -297,7 +297,7 @@ class DeviceEngine:
             if is_new:
                 self._call_log.publish_ready()
             else:
-                self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
+                self._call_log.post(plan.text_format, plan.count, plan.offset, ready=True)
             if host_barrier:
                 # Ranks in the same call may still have to load its kernel, which waits for other threads or the device.
                 self._memory.wait_for(self._call_log.not_ready)

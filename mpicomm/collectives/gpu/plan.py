@@ -25,7 +25,7 @@ class Plan(AnyPlan):
     def __init__(
         self, text: str, steps: Sequence[Enqueue], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> None:
-        self.words = text
+        self.text_format = text
         self.choice = choice
         self.collective = collective
         self.is_new = True

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from mpicomm.activity.layout import format_call
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.memory import Domain, Request
@@ -93,10 +94,10 @@ NO_CHOICE = AlgorithmChoice()
 class AnyPlan:
     """A call that an engine can enqueue repeatedly. Its ``str`` is `text`."""
 
-    words: str
+    text_format: str
     count = 0
     offset: int | None = None
-    """The text and the numbers of the call, for `CallLog.post`."""
+    """The text of the call, with places for its numbers, and these numbers, for `CallLog.post`."""
     choice: AlgorithmChoice = NO_CHOICE
     collective = True
     """Whether all ranks make the call. Then they can compare their calls."""
@@ -115,7 +116,7 @@ class AnyPlan:
     @property
     def text(self) -> str:
         """The text of the call, for errors."""
-        return self.words
+        return format_call(self.text_format, self.count, self.offset or 0)
 
     def __str__(self) -> str:
         return self.text

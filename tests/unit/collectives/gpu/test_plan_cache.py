@@ -110,7 +110,7 @@ class Known:
 
     def add(self, operation: str, given: Arguments, **more: Any) -> Any:
         plan = AnyPlan()
-        plan.words = operation
+        plan.text_format = operation
         self.cache.add(plan, (OPERATIONS[operation], "auto", *given), **{"by_output": False, **more})
         return plan
 
