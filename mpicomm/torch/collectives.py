@@ -91,7 +91,7 @@ class AllReduce(Collective):
         if plain is None:
             return None
         op = direct_op_of(op, tensor, name)
-        return None if op is None else plans.find_plain(self._operation, "auto", IN_PLACE, plain, op, 0, wire or ())
+        return None if op is None else plans.find_described(self._operation, "auto", IN_PLACE, plain, op, 0, wire or ())
 
 
 class ReduceToRoot(Collective):
@@ -113,7 +113,7 @@ class ReduceToRoot(Collective):
             return None
         op = direct_op_of(op, tensor, self._output_name)
         sent, received = (IN_PLACE, plain) if self._rank == root else (plain, NOTHING)
-        return None if op is None else plans.find_plain(self._operation, "auto", sent, received, op, root)
+        return None if op is None else plans.find_described(self._operation, "auto", sent, received, op, root)
 
 
 class Broadcast(Collective):
@@ -126,7 +126,7 @@ class Broadcast(Collective):
     def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
         tensor, root = args
         plain = tensor_descriptor(tensor) if type(tensor) is Tensor else None
-        return None if plain is None else plans.find_plain(self._operation, "auto", NOTHING, plain, None, root)
+        return None if plain is None else plans.find_described(self._operation, "auto", NOTHING, plain, None, root)
 
 
 class AllGather(Collective):
@@ -159,7 +159,7 @@ class AllGather(Collective):
                 return None
             place = self._rank * block[1]
         sent = IN_PLACE if block[0] == received[0] + place * block[2][0].itemsize else block
-        return plans.find_plain(self._operation, "auto", sent, received, None, 0)
+        return plans.find_described(self._operation, "auto", sent, received, None, 0)
 
 
 class Gather(Collective):
@@ -219,7 +219,7 @@ class ReduceScatter(Collective):
         if received is None or sent is None or received[2] != sent[2]:
             return None
         op = direct_op_of(op, output, self._output_name)
-        return None if op is None else plans.find_plain(self._operation, "auto", sent, received, op, 0)
+        return None if op is None else plans.find_described(self._operation, "auto", sent, received, op, 0)
 
 
 class AllToAll(Collective):
@@ -247,7 +247,7 @@ class AllToAll(Collective):
             return None
         if received is None or sent is None or received[2] != sent[2]:
             return None
-        return plans.find_plain(self._operation, "auto", sent, received, None, 0)
+        return plans.find_described(self._operation, "auto", sent, received, None, 0)
 
 
 def _listed(tensors: list[Any], *, receive: bool = False) -> ListedBlocks | None:

@@ -65,18 +65,21 @@ class CollectiveTemplate(CallTemplate):
         self.text_format = self._text = signature.text_without_count()
         self._hash = signature.hash_without_count
         self._mappings, self._scratch, self._decision = mappings, scratch, decision
-        self._into_any = self._into_memory = decision.by_length(symmetric=False)
-        self._memory_from = NO_END
+        self._into_ordinary = self._into_symmetric = decision.by_length(symmetric=False)
+        self._symmetric_from = NO_END
         if call.common_output is not None:
             # A lookup of the memory takes more than a microsecond, so only calls for which it matters do it.
-            self._into_memory = into_memory = decision.by_length(symmetric=True)
-            for nbytes in sorted({*self._into_any[0], *into_memory[0]}):
-                usual, chosen = choice_at(nbytes, self._into_any), choice_at(nbytes, into_memory)
+            self._into_symmetric = into_symmetric = decision.by_length(symmetric=True)
+            for nbytes in sorted({*self._into_ordinary[0], *into_symmetric[0]}):
+                usual, chosen = choice_at(nbytes, self._into_ordinary), choice_at(nbytes, into_symmetric)
                 if chosen.launcher.into_memory or chosen.launcher is not usual.launcher:
-                    self._memory_from = nbytes
+                    self._symmetric_from = nbytes
                     break
-        self.choice = self._into_any[1][0].choice
-        self._array, self._into = 0, ""  # the symmetric array of the last call into one, and the text of such calls
+        self.choice = self._into_ordinary[1][0].choice
+        self._last_array = 0
+        """The symmetric array of the last call into one."""
+        self._placed_text = ""
+        """The text of calls into that array."""
         self._unit_nbytes = form.itemsize
         self._send_nbytes, self._receive_nbytes = _element_nbytes(call)
         self._finish = None if call.epilogue is None else call.epilogue.detached()
@@ -99,7 +102,7 @@ class CollectiveTemplate(CallTemplate):
         self._by_recvcounts, self._call_hash = call.operation.send == "by_recvcounts", hash_with_count(self._hash, None)
         # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.
         own = rank * (sends > 1), sends + rank * (receives > 1)
-        self._own = own if sends and receives else None
+        self._to_self = own if sends and receives else None
         itemsizes, adders = (self._send_nbytes, self._receive_nbytes), list[Callable[..., bool]]()
         peers = (None, None) if near is None else (near.destinations, near.sources)
         specs = call.given.send, call.given.receive
@@ -160,7 +163,7 @@ class CollectiveTemplate(CallTemplate):
             lengths, begins = [], []
             if not (self._add_sent(sent, lengths, begins) and self._add_received(received, lengths, begins)):
                 return False
-            if self._own is not None and lengths[self._own[0]] != lengths[self._own[1]]:
+            if self._to_self is not None and lengths[self._to_self[0]] != lengths[self._to_self[1]]:
                 return False  # this rank sends itself more than it takes, or less
             if overlap:  # of the two buffers, but perhaps of no block
                 blocks = zip(begins, lengths, [0] * to + [1] * of, strict=True)
@@ -174,11 +177,11 @@ class CollectiveTemplate(CallTemplate):
                     return False
                 self.count = sent[1]
                 call_hash = hash_with_count(self._hash, self.count)
-        (bounds, choices), memory = self._into_any, None
-        if longest >= self._memory_from:
+        (bounds, choices), memory = self._into_ordinary, None
+        if longest >= self._symmetric_from:
             memory = self._mappings.find(receive, receive_nbytes)
             if memory is not None:
-                bounds, choices = self._into_memory
+                bounds, choices = self._into_symmetric
         chosen = choices[bisect_right(bounds, longest) - 1]
         launcher = chosen.launcher
         filled = launcher.fill((lengths, begins, longest, call_hash, memory, self._finish))
@@ -191,13 +194,14 @@ class CollectiveTemplate(CallTemplate):
         self.launch = self.enqueue = enqueue
         self.choice, self.text_format, self.offset = chosen.choice, self._text, None
         if launcher.into_memory and memory is not None:
-            if memory.array != self._array:
-                self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
-            self.text_format, self.offset = self._into, memory.offset
+            if memory.array != self._last_array:
+                self._last_array = memory.array
+                self._placed_text = with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
+            self.text_format, self.offset = self._placed_text, memory.offset
         return True
 
 
-class FinishedTemplate(CollectiveTemplate):
+class EpilogueTemplate(CollectiveTemplate):
     """The calls with an epilogue. If it converts, the reduction goes to scratch memory."""
 
     def __init__(self, call: Call, decision: Decision, mappings: Mappings, scratch: GrowingScratch) -> None:
@@ -340,7 +344,7 @@ def template_of(
         readable = neighborhood.names_ranks_once and not any(operand.memory.by_address for operand in call.operands)
     if not readable or (not typed and any(operand.derived for operand in call.operands)):
         return None
-    kind = CollectiveTemplate if call.epilogue is None else FinishedTemplate
+    kind = CollectiveTemplate if call.epilogue is None else EpilogueTemplate
     return kind(call, decision, mappings, scratch)
 
 

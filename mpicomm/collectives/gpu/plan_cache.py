@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from mpicomm.session import Session
     from mpicomm.sharing.segments import Mappings
 
-_MOST = 1024  # kinds that are kept, and calls of a kind
-_TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
+_MAX_CACHED = 1024  # kinds that are kept, and calls of a kind
+_REPEATS = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
 
 
 class Engine(Protocol):
@@ -60,7 +60,7 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True)
-class _Kind:
+class _CallKind:
     """The calls of one kind: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
 
     op: MPI.Op | None
@@ -87,7 +87,7 @@ class PlanCache:
         self._session = session
         self._mappings = session.mappings
         self.engine = engine
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, _CallKind] = {}
         self._by_key: dict[Hashable, AnyPlan] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
@@ -108,12 +108,12 @@ class PlanCache:
         """Return a call that was made before, or that has a known kind; None for all other calls."""
         sent: Any
         received: Any
-        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
+        epilogue_key, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         try:
-            # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
+            # The same as `_descriptors`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
             if operation is REDUCE_SCATTER:
-                sent, received = _plain(operation, send, receive, counts)
+                sent, received = _descriptors(operation, send, receive, counts)
             elif type(send) is type(receive) is cupy and send._c_contiguous and receive._c_contiguous:
                 data, output = send.data, receive.data
                 sent = data.ptr, send.size, (send.dtype, data.device_id)
@@ -121,10 +121,10 @@ class PlanCache:
             elif operation.send == "typed" and type(send) is type(receive) in (list, tuple):
                 return self._find_typed(operation, algorithm, send, receive)
             else:
-                sent, received = _plain(operation, send, receive, counts)
+                sent, received = _descriptors(operation, send, receive, counts)
             if received is None:
                 return None
-            return self.find_plain(operation, algorithm, sent, received, op, root, finish, arrays)
+            return self.find_described(operation, algorithm, sent, received, op, root, epilogue_key, arrays)
         except (TypeError, ValueError, IndexError):  # a root that is a list, for example; `Call` refuses it
             return None
 
@@ -136,8 +136,8 @@ class PlanCache:
         specs, key, x, y = (send, receive), None, send[0], receive[0]
         if len(send) == len(receive) == 3:
             specs = (x, *send[1], send[2]), (y, *receive[1], receive[2])
-        is_plain = type(x) is type(y) is self._cupy and x._c_contiguous and y._c_contiguous
-        if is_plain and len(specs[0]) == len(specs[1]) == 4:
+        are_contiguous = type(x) is type(y) is self._cupy and x._c_contiguous and y._c_contiguous
+        if are_contiguous and len(specs[0]) == len(specs[1]) == 4:
             facts: list[Any] = [operation, algorithm]
             for array, counts, displs, datatypes in specs:
                 facts += array.data.ptr, array.size, array.dtype, array.data.device_id
@@ -147,12 +147,12 @@ class PlanCache:
             if known is not None:
                 return known
         sent, received = buffer_key(send), buffer_key(receive)
-        plan = sent and received and self.find_plain(operation, algorithm, sent, received, None, 0)
+        plan = sent and received and self.find_described(operation, algorithm, sent, received, None, 0)
         if plan is not None and key:
             self.add_by_key(key, plan)
         return plan
 
-    def find_plain(
+    def find_described(
         self,
         operation: Operation | str,
         algorithm: str,
@@ -160,16 +160,17 @@ class PlanCache:
         received: ArrayDescriptor | BlocksDescriptor,
         op: MPI.Op | None,
         root: int,
-        finish: Hashable = (),
+        epilogue_key: Hashable = (),
         arrays: tuple[Any, ...] = (),
     ) -> AnyPlan | None:
         """As `find`, for buffers as `descriptor_of` reads them. Raises `TypeError` for a root that is a list.
 
-        ``finish`` and ``arrays`` are the result of `Epilogue.key`. Without an epilogue ``finish`` is the wire, or ().
+        ``epilogue_key`` and ``arrays`` are the result of `Epilogue.key`. Without an epilogue they are the wire or (),
+        and no arrays.
         """
         if self._mappings.version != self._version:
-            self._forget_memory()
-        key, call = (operation, sent[2], received[2], id(op), root, finish, algorithm), (sent, received, *arrays)
+            self._drop_addresses()
+        key, call = (operation, sent[2], received[2], id(op), root, epilogue_key, algorithm), (sent, received, *arrays)
         kind = self._kinds.get(key)
         if kind is None:
             return None
@@ -183,24 +184,24 @@ class PlanCache:
         if not isinstance(kept, int):
             return kept
         if len(calls) == number:
-            if kept >= _TIMES:
+            if kept >= _REPEATS:
                 return None  # a repeated call gets a separate plan, because a graph launches faster
             calls[call] = kept + 1
-        elif number >= _MOST:
-            _make_room(calls)
+        elif number >= _MAX_CACHED:
+            _evict(calls)
         is_filled = template.fill(*call) if arrays else template.fill(sent, received)
         return template if is_filled else None
 
     def find_by_key(self, key: Hashable) -> AnyPlan | None:
         """Return the plan that `add_by_key` has kept; None if there is none that may be used."""
         if self._mappings.version != self._version:
-            self._forget_memory()
+            self._drop_addresses()
         return self._by_key.get(key)
 
     def add_by_key(self, key: Hashable, plan: AnyPlan) -> None:
-        """Keep a plan that `find_plain` has found under a key that tells memory and arguments of the call. Local."""
+        """Keep a plan of `find_described` under a key that identifies memory and arguments of the call. Local."""
         if plan.lasts:
-            if len(self._by_key) >= _MOST:
+            if len(self._by_key) >= _MAX_CACHED:
                 self._by_key.clear()
             self._by_key[key] = plan
 
@@ -213,7 +214,7 @@ class PlanCache:
             sent, received = buffer_key(send), buffer_key(receive)
             if sent is None or received is None:
                 return None
-            return self.find_plain(operation, "stream", sent, received, None, 0, route)
+            return self.find_described(operation, "stream", sent, received, None, 0, route)
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
 
@@ -301,13 +302,13 @@ class PlanCache:
         plan.by_output = by_output
         plan.by_address = read is not None and any(operand.memory.by_address for operand in read.operands)
         operation, algorithm, send, receive, op, root, counts, epilogue, wire = call
-        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
-        if finish is None:
+        epilogue_key, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
+        if epilogue_key is None:
             return
-        sent, received = _plain(operation, send, receive, counts)
+        sent, received = _descriptors(operation, send, receive, counts)
         if received is None:
             return
-        kind = self._kind_of((operation, sent[2], received[2], id(op), root, finish, algorithm), op)
+        kind = self._kind_of((operation, sent[2], received[2], id(op), root, epilogue_key, algorithm), op)
         template_of, plan.template_of = plan.template_of, None  # it refers to the arrays of the call
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
@@ -316,7 +317,7 @@ class PlanCache:
             template = template_of and template_of()
             if template is not None and template.takes(sent, received, *arrays):
                 kind.template = template
-        _keep(kind, (sent, received, *arrays), plan)
+        _store(kind, (sent, received, *arrays), plan)
 
     def add_message(
         self,
@@ -342,18 +343,18 @@ class PlanCache:
         if kind.template is None and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
             assert plan.template_of is not None
             kind.template = plan.template_of(*(0 if end is None else end.span.count // plain[1] for plain, end in ends))
-        _keep(kind, (sent, received), plan)
+        _store(kind, (sent, received), plan)
 
-    def _kind_of(self, key: Hashable, op: MPI.Op | None) -> _Kind:
+    def _kind_of(self, key: Hashable, op: MPI.Op | None) -> _CallKind:
         """Return the kind with this key, perhaps a new one without calls."""
         kind = self._kinds.get(key)
         if kind is None:
-            if len(self._kinds) >= _MOST:
+            if len(self._kinds) >= _MAX_CACHED:
                 self._kinds.clear()
-            kind = self._kinds[key] = _Kind(op, None, {})
+            kind = self._kinds[key] = _CallKind(op, None, {})
         return kind
 
-    def _forget_memory(self) -> None:
+    def _drop_addresses(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
         self._version = self._mappings.version
         self._by_key.clear()
@@ -361,23 +362,23 @@ class PlanCache:
             kind.calls.clear()
 
 
-def _keep(kind: _Kind, call: tuple[Any, ...], plan: AnyPlan) -> None:
+def _store(kind: _CallKind, call: tuple[Any, ...], plan: AnyPlan) -> None:
     if kind.template is not None:
         kind.template.by_output, kind.template.by_address = plan.by_output, plan.by_address
-    if len(kind.calls) >= _MOST:
-        _make_room(kind.calls)
+    if len(kind.calls) >= _MAX_CACHED:
+        _evict(kind.calls)
     kind.calls[call] = plan
 
 
-def _make_room(calls: dict[Hashable, AnyPlan | int]) -> None:
+def _evict(calls: dict[Hashable, AnyPlan | int]) -> None:
     """Drop the calls that were only filled in, and if many are left, all calls."""
     plans = {call: kept for call, kept in calls.items() if not isinstance(kept, int)}
     calls.clear()
-    if len(plans) < _MOST // 2:
+    if len(plans) < _MAX_CACHED // 2:
         calls.update(plans)
 
 
-def _plain(
+def _descriptors(
     operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
 ) -> tuple[Any, ArrayDescriptor | BlocksDescriptor | None]:
     """Return both buffers as `buffer_key` reads them; None for the second if they cannot be recognised."""
