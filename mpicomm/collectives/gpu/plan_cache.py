@@ -287,14 +287,7 @@ class PlanCache:
                 return self.engine.enqueue(plan, side, host_barrier=True)
         return self.engine.enqueue(plan, stream, host_barrier=True)
 
-    def add(
-        self,
-        plan: AnyPlan,
-        call: tuple[Any, ...],
-        *,
-        by_output: bool,
-        read: Call | None = None,
-    ) -> None:
+    def add(self, plan: AnyPlan, call: tuple[Any, ...], *, by_output: bool, read: Call | None = None) -> None:
         """Keep the plan of a call with the arguments of `find`, if the cache can recognise them; local.
 
         ``read`` is the same call, as read. With it, `find` also finds other calls of its kind from now on.

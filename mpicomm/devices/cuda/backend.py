@@ -23,8 +23,9 @@ from mpicomm.devices.cuda.launches import LaunchGraph, MessageSteps
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, PrimaryContext
-from mpicomm.devices.cuda.segments import SegmentsOfGpu, as_cupy
+from mpicomm.devices.cuda.segments import SegmentsOfGpu
 from mpicomm.devices.cuda.stream_order import relax, relaxed
+from mpicomm.devices.cuda.stream_threads import SideStream
 from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.cuda.virtual_memory import VirtualSegment
 from mpicomm.devices.handle import VIRTUAL_KINDS, Kind, MemoryUse
@@ -65,7 +66,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self.kind: Kind | None = None
         """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
         self._lock = threading.Lock()
-        self._signal: Kernel | None = None
         self._steps: MessageSteps | None = None
         # The tables of datatypes on the device. Each stays until `close`, because a captured graph may read it. Equal
         # tables share memory, so a program that makes the same datatypes again and again needs no more memory.
@@ -95,16 +95,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         # threads of the user keep their mode, because a capture in CUDA's default mode shall watch their calls. Also, a
         # change of mode around each query takes several times as long as the query.
         relax()
-
-    def asarray(self, array: Any, name: str = "array") -> Any:
-        """Return ``array`` as this backend's ndarray without copying; raise `InvalidUsageError` with its ``name``."""
-        with self._context.current():
-            return as_cupy(array, self._ordinal, name)
-
-    def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return a ``cupy.ndarray`` over the start of a segment, of this process or of a peer, on any device."""
-        memory = cupy.cuda.UnownedMemory(segment.pointer, segment.nbytes, segment, self._ordinal)
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def pointer_table(self, pointers: list[int]) -> Any:
         """Return a uint64 ``cupy.ndarray`` of addresses; it holds them when this returns."""
@@ -172,12 +162,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self._launch_signal(stream, expected, inbox, peer, waits=True)
 
     def _launch_signal(self, stream: int, count: int, inbox: int, peer: int, *, waits: bool) -> None:
-        faults = self.faults
-        if self._signal is None:
-            self._signal = self.load(SIGNAL_KERNEL)
+        kernel, faults = self.load(SIGNAL_KERNEL), self.faults
         arguments = SignalArguments(count, inbox, self.timeout_ns, faults.record, faults.failed, peer, waits)
         with self._context.current():
-            self._signal.launch_structure(stream, arguments, blocks=1, threads=1)
+            kernel.launch_structure(stream, arguments, blocks=1, threads=1)
 
     def message_steps(self) -> MessageSteps:
         """Return the steps of messages. The first call loads their kernel, which blocks."""
@@ -259,12 +247,9 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     def capture(self, enqueue: Callable[[int], object]) -> LaunchGraph:
         """Return the graph of the work that ``enqueue`` enqueues on a stream. Local; blocking for some microseconds."""
-        with self._context.current(), relaxed():  # another stream of this thread may capture a graph
-            stream = self.side_streams.acquire()
-            try:
-                return LaunchGraph(self._context, stream, enqueue)
-            finally:
-                self.side_streams.release(stream, is_idle=True)
+        # Relaxed, because another stream of this thread may capture a graph.
+        with self._context.current(), relaxed(), SideStream(self.side_streams) as stream:
+            return LaunchGraph(self._context, stream, enqueue)
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. It does not wait for the device."""
@@ -397,11 +382,9 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
     def _copy_table(self, content: bytes, pointer: int) -> None:
         host = np.frombuffer(content, np.uint8)
         # A side stream, because the stream of the call may capture a graph.
-        with self.loading():
-            stream = self.side_streams.acquire()
+        with self.loading(), SideStream(self.side_streams) as stream:
             self.copy(pointer, host.ctypes.data, len(content), stream)
             self.synchronize(stream)
-            self.side_streams.release(stream)
 
     def _fault_page(self) -> FaultPage:
         if self._faults is None:

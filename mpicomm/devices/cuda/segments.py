@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import cupy
+import numpy as np
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda import memory
@@ -32,19 +33,6 @@ from mpicomm.waiting import uninterrupted
 
 _DLPACK_ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _USE_EMPTY = "allocate it with comm.empty()"
-
-
-def as_cupy(array: Any, ordinal: int, name: str = "array") -> Any:
-    """Return ``array`` as a ``cupy.ndarray`` over the same memory.
-
-    Local; the device's context must be current. Raises `InvalidUsageError` for an array that is not on GPU ``ordinal``.
-    ``name`` is the argument in its text.
-    """
-    if not isinstance(array, cupy.ndarray):
-        array = _convert(array, ordinal, name)
-    if array.device.id != ordinal:
-        raise _other_device(array.device.id, ordinal)
-    return array
 
 
 def _convert(array: Any, ordinal: int, name: str) -> Any:
@@ -243,11 +231,29 @@ def open_pool(context: PrimaryContext, handle: MemoryHandle, fd: int) -> memory.
 
 
 class SegmentsOfGpu:
-    """The part of `CudaBackend` for the memory of a GPU, in the context that the backend holds."""
+    """The part of `CudaBackend` for memory and arrays of GPU ``_ordinal``, in the context that the backend holds."""
 
     kinds: tuple[Kind, ...] = ("ipc", "fd", "fabric", "staged")
     """The handle kinds that the backend can allocate, best first."""
     _context: PrimaryContext
+    _ordinal: int
+
+    def asarray(self, array: Any, name: str = "array") -> Any:
+        """Return ``array`` as a ``cupy.ndarray`` over the same memory.
+
+        Raises `InvalidUsageError` with its ``name`` for an array that is not on this GPU.
+        """
+        if not isinstance(array, cupy.ndarray):
+            with self._context.current():
+                array = _convert(array, self._ordinal, name)
+        if array.device.id != self._ordinal:
+            raise _other_device(array.device.id, self._ordinal)
+        return array
+
+    def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return a ``cupy.ndarray`` over the start of a segment, of this process or of a peer, on any device."""
+        owned = cupy.cuda.UnownedMemory(segment.pointer, segment.nbytes, segment, self._ordinal)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owned, 0))
 
     def allocate(self, kind: Kind, nbytes: int) -> memory.CudaSegment:
         """Allocate memory in whole blocks of 2 MiB that hold nothing else."""

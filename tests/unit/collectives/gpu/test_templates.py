@@ -128,7 +128,8 @@ class Kind:
         self._arrays: list[Array] = []
         self._numbers: list[list[int]] = []
         count, operation = self._count(), self.operation
-        given: Any = SimpleNamespace(op=self._op, root=self._root, wire=self._wire)
+        root = self._root if operation.rooted else 0
+        given: Any = SimpleNamespace(op=self._op, root=root, wire=self._wire)
         if self._special == "epilogue":
             most = self._draw.choice([40, 3000, 0])
             rows = self._draw.randint(1, most) if most else self._draw.choice([15, 16, 17, 131, 132, 133])
