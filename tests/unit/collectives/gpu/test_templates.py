@@ -335,7 +335,7 @@ def given_of(name: str, count: int) -> Arguments:
         return Array((slot << SLOT) + 256 * count, count, dtype)
 
     blocks = [[array(slot, 2 * count), [count, count - 3]] for slot in (1, 2)]
-    made: Any = SimpleNamespace(op=MPI.SUM)
+    made: Any = SimpleNamespace(op=None if name == "Alltoallw" else MPI.SUM)
     made.send, made.receive = array(1, count), array(2, count * (2 if name == "Allgather" else 1))
     if name == "epilogue":
         made.send, made.receive, residual = (array(slot, 1024 * count, BF16) for slot in (1, 2, 3))
@@ -390,7 +390,7 @@ def test_a_new_call_of_a_known_kind_enters_few_functions(name: str, most: int) -
 
 
 def test_calls_of_many_sizes_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "_MOST", 50)
+    monkeypatch.setattr(plan_cache, "_MAX_CACHED", 50)
     makes = [maker_of(name) for name in ("Allreduce", "Alltoallv", "epilogue", ON_GPU)]
 
     def blocks_after(counts: range) -> int:
