@@ -66,7 +66,7 @@ def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list
     but rely on the old order.
     """
     placement = session.placement
-    if len(placement.nodes) > 1 or not isinstance(placement.here.device, int) or placement.most_ranks_per_device > 1:
+    if len(placement.nodes) > 1 or not isinstance(placement.here.device, int) or placement.max_ranks_per_device > 1:
         return None
     return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
 

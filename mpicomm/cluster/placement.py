@@ -126,8 +126,8 @@ class Placement:
         return next(ranks for ranks in self.domains if self.rank in ranks)
 
     @property
-    def most_ranks_per_device(self) -> int:
-        """The largest number of ranks that share a GPU, on whichever nodes they count; 1 without GPUs."""
+    def max_ranks_per_device(self) -> int:
+        """The largest number of ranks that share a GPU, even if they count as several nodes; 1 without GPUs."""
         gpus = Counter(place.device_uuid for place in self.places if place.device != "cpu")
         return max(gpus.values(), default=1)
 

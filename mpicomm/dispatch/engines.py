@@ -114,8 +114,8 @@ class Engines:
 
         backend = session.gpu(operation)
         call_log = self._shared_call_log(session, session.domain)
-        ranks_per_device = session.placement.most_ranks_per_device
-        most_nbytes = session.placement.here.most_shared_nbytes
+        ranks_per_device = session.placement.max_ranks_per_device
+        most_nbytes = session.placement.here.shared_limit_nbytes
 
         def make() -> DeviceEngine:
             # The engine allocates and waits. A thread that captures a graph may do so only in this block.

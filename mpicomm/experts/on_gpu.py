@@ -205,7 +205,7 @@ def open_on_gpus(session: Session, config: ExpertsConfig, backend: GpuBackend) -
     segments = share_filled(domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)
     arena = session.keep(SharedMemory("experts", session.kind, segments))
     devices = domain.allgather("Experts: devices", lambda: device_facts(backend))
-    multiprocessors, _ = multiprocessors_of(devices, placement.most_ranks_per_device)
+    multiprocessors, _ = multiprocessors_of(devices, placement.max_ranks_per_device)
     most = min(MAX_BLOCKS, kernels.BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, config.blocks or MAX_BLOCKS)
     team = team_of(backend, domain, arena.pointers)
     launches = ExpertsLaunches(config, team, blocks_by_mode(config, most), multiprocessors)

@@ -197,8 +197,8 @@ class Session(SetUp):
             if error is not None:
                 raise error
 
-    def _tell_error(self, step: str) -> None:
-        """Log the error of work on the GPU if no call has raised it, because the program may have used the results."""
+    def _log_unraised_error(self, step: str) -> None:
+        """Log an error of work on the GPU that no call has raised, because the program may have used the results."""
         error = None if isinstance(self.backend, HostBackend) else self.backend.unraised_error()
         if error is not None:
             log.logger.error("%s: earlier calls on GPUs have failed, and their results are wrong: %s", step, error)

@@ -259,7 +259,7 @@ class PlanCache:
         backend, mark = self._session.backend, self.engine.completions.acquire()
         is_enqueued = self.enqueue(plan, stream, send, receive, mark, vote=vote)
         done = mark.is_done if is_enqueued else partial(bool, True)
-        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
+        return self._progress_thread.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 
     def enqueue_on(
         self, plan: AnyPlan, stream: int, event: LocalEvent | Mark | None = None, *, is_user: bool = False

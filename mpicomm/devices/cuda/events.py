@@ -95,7 +95,7 @@ class Mark:
     def wait(self) -> None:
         """Block until the work before the mark is done."""
         # Most collectives end within these queries, which see the end some microseconds before the driver's wait does.
-        if not soon(self.is_done):
+        if not spin(self.is_done):
             call(driver.cuEventSynchronize, self.ptr)
 
 

@@ -137,14 +137,14 @@ def test_the_ranks_of_each_node_share_its_devices() -> None:
     assert placement._choose_devices([place("left", [A]), place("right")]) == ["cpu", "cpu"]
 
 
-KERNEL_DIR = "ranks share a GPU and take turns on it, which is slow: [[0, 1]]; start"
+SHARED = "ranks share a GPU and take turns on it, which is slow: [[0, 1]]; start"
 ON_CPU = "using the cpu: rank 1 has no device: no driver"
 
 
 @pytest.mark.parametrize(
     ("places", "rank", "said"),
     [
-        ([place(visible=[A], device=0)] * 2, 0, [KERNEL_DIR]),
+        ([place(visible=[A], device=0)] * 2, 0, [SHARED]),
         ([place(visible=[A], device=0)] * 2, 1, []),
         ([place(visible=[A, B], device=0), place(visible=[A, B], device=1)], 0, []),
         ([place(visible=[A, B], device=0), place(visible=[B, A], device=1)], 0, ["[[0, 1]]"]),
@@ -225,7 +225,7 @@ def test_ranks_of_gpus_are_domains_of_as_many_as_kernels_serve() -> None:
 
 def test_ranks_of_several_nodes_may_share_a_gpu() -> None:
     def devices_of(*ranks: tuple[str, Sequence[bytes], int | str]) -> int:
-        return Placement([place(node, visible, device) for node, visible, device in ranks], 0).most_ranks_per_device
+        return Placement([place(node, visible, device) for node, visible, device in ranks], 0).max_ranks_per_device
 
     assert devices_of(("one", [A, B], 0), ("one", [A, B], 1), ("two", [B], 0), ("three", [A, B], 1)) == 3
     assert devices_of(("one", [A, B], 0), ("one", [A, B], 1)) == 1
