@@ -299,9 +299,9 @@ class CallMemory:
         """
         missing = [request for request in requests if not self._arena.has(request)]
         for request in missing:
-            least, error = self._refused.get(request.what, (request.nbytes + 1, None))
-            if error is not None and request.nbytes >= least:
-                raise equal_error(error)
+            refused = self._refused.get(request.what)
+            if refused is not None and request.nbytes >= refused[0]:
+                raise equal_error(refused[1])
             self._arena.require_room(request)
         if text is not None:
             self._call_log.post(text)  # before this rank waits for ranks that may be in another call
@@ -310,6 +310,5 @@ class CallMemory:
             try:
                 self._arena.set_up(request)
             except NoMemoryError as error:
-                least, _ = self._refused.get(request.what, (request.nbytes, error))
-                self._refused[request.what] = min(least, request.nbytes), equal_error(error)
+                self._refused[request.what] = request.nbytes, equal_error(error)
                 raise
