@@ -66,6 +66,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self.kind: Kind | None = None
         """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
         self._lock = threading.Lock()
+        self._signal: Kernel | None = None
         self._steps: MessageSteps | None = None
         # The tables of datatypes on the device. Each stays until `close`, because a captured graph may read it. Equal
         # tables share memory, so a program that makes the same datatypes again and again needs no more memory.
@@ -162,10 +163,12 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self._launch_signal(stream, expected, inbox, peer, waits=True)
 
     def _launch_signal(self, stream: int, count: int, inbox: int, peer: int, *, waits: bool) -> None:
-        kernel, faults = self.load(SIGNAL_KERNEL), self.faults
+        faults = self.faults
+        if self._signal is None:
+            self._signal = self.load(SIGNAL_KERNEL)
         arguments = SignalArguments(count, inbox, self.timeout_ns, faults.record, faults.failed, peer, waits)
         with self._context.current():
-            kernel.launch_structure(stream, arguments, blocks=1, threads=1)
+            self._signal.launch_structure(stream, arguments, blocks=1, threads=1)
 
     def message_steps(self) -> MessageSteps:
         """Return the steps of messages. The first call loads their kernel, which blocks."""
