@@ -382,6 +382,8 @@ def test_any_buffer_is_received_into_any_buffer(ends: list[Ends], way: str) -> N
             to, left, asked = each.right, each.left, draw.choice((each.left, MPI.ANY_SOURCE))
             if draw.random() < 0.2:
                 to = left = asked = rank
+            if spare < 0 and each is not ends[0]:
+                asked = left  # MPI receives these messages itself, and MPICH 5.0.2 may lose the error: messages.md
             tag = draw.choice((turn, MPI.ANY_TAG)) if asked != rank else turn
             sent = Buffer(each, source, content(rank, count, turn))
             received = Buffer(each, target, np.empty(0, np.int32), spare=count + spare)
