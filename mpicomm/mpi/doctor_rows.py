@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import DEST, NOBODY, RECEIVES, SEND_TAG, SENDS, SOURCE, TAG
 
 Result = TypeVar("Result")
-_NOT_SHOWN = TypeError, ValueError
+_NO_INTEGER = TypeError, ValueError
 """Errors of a row for a rank or a tag that is no integer of 64 bits. MPI takes a float, and refuses all others."""
 _recv = MPI.Intracomm.Recv
 _sendrecv = MPI.Intracomm.Sendrecv
@@ -21,20 +21,20 @@ def sending(send: Callable[..., None]) -> Callable[..., None]:
     """Return a blocking send of mpi4py with four arguments: communicator, buffer or object, destination, and tag."""
 
     @functools.wraps(send)
-    def shown(comm: Any, obj: Any, dest: int, tag: int = 0) -> None:  # the names of mpi4py's calls on objects
+    def recorded(comm: Any, obj: Any, dest: int, tag: int = 0) -> None:  # the names of mpi4py's calls on objects
         row = comm._row
         row[SENDS] += 1
         try:
             row[SEND_TAG] = tag
             row[DEST] = dest
-        except _NOT_SHOWN:
+        except _NO_INTEGER:
             pass
         try:
             send(comm, obj, dest, tag)
         finally:
             row[DEST] = NOBODY
 
-    return shown
+    return recorded
 
 
 def receiving(receive: Callable[..., Result], source_at: int) -> Callable[..., Result]:
@@ -44,20 +44,20 @@ def receiving(receive: Callable[..., Result], source_at: int) -> Callable[..., R
     """
 
     @functools.wraps(receive)
-    def shown(comm: Any, *arguments: Any) -> Result:
+    def recorded(comm: Any, *arguments: Any) -> Result:
         row = comm._row
         row[RECEIVES] += 1
         try:
             row[TAG] = arguments[source_at + 1]
             row[SOURCE] = arguments[source_at]
-        except _NOT_SHOWN:
+        except _NO_INTEGER:
             pass
         try:
             return receive(comm, *arguments)
         finally:
             row[SOURCE] = NOBODY
 
-    return shown
+    return recorded
 
 
 # The calls of small host arrays do without `*arguments`, which takes a tenth of the time of such a call.
@@ -70,7 +70,7 @@ def recv(comm: Any, buf: Any, source: int, tag: int, status: MPI.Status | None) 
     try:
         row[TAG] = tag
         row[SOURCE] = source
-    except _NOT_SHOWN:
+    except _NO_INTEGER:
         pass
     try:
         _recv(comm, buf, source, tag, status)
@@ -87,7 +87,7 @@ def sendrecv(
     try:
         row[TAG] = tag
         row[SOURCE] = source
-    except _NOT_SHOWN:
+    except _NO_INTEGER:
         pass
     try:
         _sendrecv(comm, sendbuf, dest, sendtag, recvbuf, source, tag, status)

@@ -113,6 +113,7 @@ class Synchronisation:
         self._check("Win.Wait")
         origins = self._origins("Win.Wait")
         with self._synchronising(stream) as resolved:
+            # Before the wait, because a Ctrl-C may end it: a second Wait for this epoch would take signals of the next.
             self._posted = None
             self._steps.signal_and_wait(COMPLETES, 0, origins, resolved)
             self._is_waited = self._backend.completion(resolved)
